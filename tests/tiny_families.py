@@ -30,14 +30,15 @@ from leaderless.distributed.in_flight import Backlog
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.loading.sharded_loading import open_model
+from leaderless.planner.memory.attention_kinds import CHUNK_LAYER, FULL_LAYER, WINDOW_LAYER
 from leaderless.training.fsdp import FsdpEngine
 
 FILE = Path(__file__).parents[1] / "docs/reference/families.json"
 """What becomes of each family, with the newest `transformers` that was tried."""
 TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 """Largest error of a log-probability, and of a gradient in units of the largest one."""
-WIDE, NARROW = 64, 6
-"""Windows in tokens: wider than all sequences, and narrower than all."""
+NARROW = 6
+"""Tokens of windows and chunks, of which all sequences have more."""
 NOISE = 0.1
 """Rate of dropout, size of the noise on routers, and rate at which layers are skipped."""
 
@@ -63,7 +64,7 @@ _SIZES: Mapping[int | float, str] = {
     0.7: "embedding_multiplier residual_multiplier attention_multiplier",
 }
 _WINDOWS = ["sliding_window", "window_size", "attention_window_size", "attention_chunk_size"]
-_SETTINGS = {name: value for value, names in _SIZES.items() for name in names.split()} | dict.fromkeys(_WINDOWS, WIDE)
+_SETTINGS = {name: value for value, names in _SIZES.items() for name in names.split()} | dict.fromkeys(_WINDOWS, NARROW)
 """Values of settings, by name; those of a kind that a family does not have are left out."""
 _MAY_BE_NONE = ("token_id", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
 _ALWAYS: Mapping[str, object] = {
@@ -100,7 +101,6 @@ _OWN: Mapping[str, Mapping[str, object]] = {
 _NEUTRAL: Mapping[str, object] = {
     "layer_types": ["full_attention"] * 2,
     "final_logit_softcapping": None,
-    "attn_logit_softcapping": None,
     "logit_scale": 1.0,
     "logits_scaling": 1.0,
 }
@@ -154,6 +154,13 @@ def _shrunk(kind: type[PretrainedConfig], settings: Mapping[str, object]) -> Pre
             chosen[name] = NOISE
         elif name in _ALWAYS:
             chosen[name] = _ALWAYS[name]
+    kinds = [*dict.fromkeys(getattr(usual, "layer_types", None) or ())]
+    if len(kinds) > 1 and {*kinds} <= {
+        FULL_LAYER,
+        WINDOW_LAYER,
+        CHUNK_LAYER,
+    }:  # both kinds, of which the first two layers may have but one
+        chosen["layer_types"] = kinds[:2]
     if "kv_lora_rank" in chosen and "num_key_value_heads" in chosen:  # all heads share what is compressed
         chosen["num_key_value_heads"] = _SETTINGS["num_attention_heads"]
     for name in kind.sub_configs or ():
@@ -165,8 +172,6 @@ def _shrunk(kind: type[PretrainedConfig], settings: Mapping[str, object]) -> Pre
 
 def judge_family(family: str, folder: Path) -> tuple[Verdict, Verdict | None]:
     """Judge a family with its usual settings and, if it is refused with these, with accepted ones.
-
-    Windows that are narrower than the sequences must not be overlooked either.
 
     Raises:
         AssertionError: A model is accepted, and computed wrongly.
@@ -181,9 +186,6 @@ def judge_family(family: str, folder: Path) -> tuple[Verdict, Verdict | None]:
     if not usual.is_right and chosen:
         with suppress(StrictDataclassError, ValueError):  # some have to have other layers
             neutral = judge(tiny_config(family, **chosen), folder / "neutral")
-    windows = {name: NARROW for name in _WINDOWS if name in names}
-    if windows and (usual.is_right or (neutral and neutral.is_right)):
-        judge(tiny_config(family, **({} if usual.is_right else chosen), **windows), folder / "narrow")
     return usual, neutral
 
 
@@ -218,10 +220,6 @@ def judge(config: PretrainedConfig, folder: Path, *, is_tiny: bool = True) -> Ve
         _compare(engine, AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval())
     except RecipeError as error:
         return Verdict(is_right=False, reason=_shorter(str(error)))
-    except RuntimeError as error:
-        if "sliding window" not in str(error):
-            raise
-        return Verdict(is_right=False, reason="the sliding window")
     return Verdict(is_right=True)
 
 

@@ -24,6 +24,7 @@ from leaderless.distributed.weights.blocks import HeldWeights, LocalWeight
 from leaderless.distributed.weights.copies import begin_copy, collected
 from leaderless.models import uploads
 from leaderless.models.attention.flash import activate_flash_attention_3, restore_flash_attention
+from leaderless.models.attention.form import AttentionForm
 from leaderless.models.attention.shared_prompts import Family, Repeats, VarlenAttention, attention_over
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.loading.tokenizer import end_tokens, load_tokenizer
@@ -131,7 +132,7 @@ def test_shared_prompts_are_attended_to_on_cuda_as_on_the_cpu(
     results = []
     for device, kind in ((torch.device("cpu"), torch.float32), (torch.device("cuda"), dtype)):
         taken = [tensor.to(device, kind).requires_grad_() for tensor in inputs]
-        output = attention_over(families, device, kind).attend(0, *taken, 0.2)
+        output = attention_over(families, device, kind).attend(0, *taken, AttentionForm(0.2))
         grads = torch.autograd.grad((output.float() * slope.to(device)).sum(), taken)
         results.append([tensor.detach().float().cpu() for tensor in (output, *grads)])
     for expected, result in zip(*results, strict=True):

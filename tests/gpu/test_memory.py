@@ -13,6 +13,7 @@ from torch import nn
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.distributed.transport import ProcessGroup
+from leaderless.models.attention.form import AttentionForm
 from leaderless.models.attention.shared_prompts import Family, VarlenAttention
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm
 from leaderless.planner.memory.model import PassMemory
@@ -47,7 +48,7 @@ def test_attention_to_copied_prompts_takes_what_the_plan_says(tmp_path: Path) ->
     )
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    attention.attend(0, query, key, value, 128**-0.5).sum().backward()
+    attention.attend(0, query, key, value, AttentionForm(128**-0.5)).sum().backward()
     found = torch.cuda.max_memory_allocated() - before
     # Without the feed-forward part there is nothing that it could have released.
     released = tokens * 4 * planned.part.intermediate_size * planned.width

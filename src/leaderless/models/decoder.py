@@ -26,7 +26,7 @@ from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.prompts.images import PromptImage
 from leaderless.data.sources.hub import unreachable_hub
-from leaderless.models.attention.packed import ATTENTION_NAME, Attention, check_window
+from leaderless.models.attention.packed import ATTENTION_NAME, Attention
 from leaderless.models.attention.shared_prompts import Family, PrefixAttention, Repeats, attention_over
 from leaderless.models.gradient_checkpointing import recompute_layers
 from leaderless.models.loading.support import (
@@ -37,11 +37,13 @@ from leaderless.models.loading.support import (
     check_settings,
     check_supported,
     image_tokens,
+    kinds_of,
     register_classifiers,
     sees_images,
 )
 from leaderless.models.lora.linear import add_adapters, give_adapters_values, trained_weights
 from leaderless.models.parallel.reductions import VocabularyPart
+from leaderless.planner.memory.attention_kinds import FULL
 
 if TYPE_CHECKING:
     from leaderless.models.parallel.expert import ExpertParallel
@@ -123,10 +125,14 @@ class Decoder(Shardable):
         """Words of which this rank has the embeddings for logits; all without it."""
         self.ignores_images = False
         """Whether a pass may have images that a model of text does not see."""
-        # Not every family passes its window on to its attention. Where layers have types, all have full attention.
-        described = model.config.get_text_config()
-        has_types = getattr(described, "layer_types", None) is not None
-        self._sliding_window: int | None = None if has_types else getattr(described, "sliding_window", None)
+        self.attention_kinds = kinds_of(model.config)
+        """How the tokens of each layer attend to those before them."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether attention in all layers is full, without bounded scores or sinks."""
+        has_sinks = any("sink" in name.rpartition(".")[2] for name, _ in self.model.named_parameters())
+        return not has_sinks and all(kind == FULL for kind in self.attention_kinds)
 
     @property
     def text_model(self) -> nn.Module:
@@ -150,8 +156,8 @@ class Decoder(Shardable):
         self, inputs: Mapping[str, object], positions: Tensor, attention: Attention, select: Tensor | Repeats
     ) -> Tensor:
         """Pass inputs through the layers; see `hidden_states`."""
-        check_window(self._sliding_window, attention)
-        output = self.text_model(**inputs, position_ids=positions.unsqueeze(-2), use_cache=False, attention=attention)
+        how = {"attention": attention, "kinds": self.attention_kinds}
+        output = self.text_model(**inputs, position_ids=positions.unsqueeze(-2), use_cache=False, **how)
         hidden: Tensor = output.last_hidden_state.squeeze(0)
         if self.has_head:
             return select.take(hidden) if isinstance(select, Repeats) else hidden.index_select(0, select)

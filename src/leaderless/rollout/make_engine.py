@@ -143,7 +143,7 @@ def make_native(setup: RolloutSetup) -> RolloutEngine:
     ends, most = setup.end_tokens, setup.rollout.max_sequences
     routers = Routers.required(model, f"models.{setup.role}") if setup.records_experts else None
     engine: NativeEngine | None = None
-    if setup.pool is not None:
+    if setup.pool is not None and model.is_plain:
         dtype = getattr(torch, setup.model.compute_dtype)
         if (attend := paged_attention(model, dtype, setup.device, setup.shard)) is not None:
             draw = token_drawing(model, setup.device, setup.shard)

@@ -232,8 +232,7 @@ def _pool(source: ModelSource, longest: int, device: torch.device) -> CachePool 
 def _longest(described: PreTrainedConfig, wanted: int | None) -> int:
     """Return the number of tokens that the model takes or the user wants, and refuse to exceed the model's."""
     config = described.get_text_config()
-    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "sliding_window"))
-    longest: int = min(limit for limit in limits if limit is not None)
+    longest: int = config.max_position_embeddings
     if wanted is not None and wanted > longest:
         raise RecipeError.at("--max-context", f"is {wanted}, but the model takes at most {longest} tokens: lower it")
     return wanted or longest

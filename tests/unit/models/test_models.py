@@ -75,6 +75,14 @@ TAKEN = {
         **SIZES,
     ),
     "gpt2": transformers.GPT2Config(**SMALL),
+    "windows in all layers": transformers.MistralConfig(sliding_window=20, **SIZES),
+    "windows in some layers": transformers.Qwen2Config(
+        use_sliding_window=True, sliding_window=8, max_window_layers=1, **SIZES
+    ),
+    "windows that are not passed on to the attention": transformers.PhimoeConfig(sliding_window=20, **SIZES),
+    "sinks": transformers.GptOssConfig(
+        sliding_window=8, num_local_experts=4, num_experts_per_tok=2, head_dim=8, **SIZES
+    ),
     "values that are narrower than queries": transformers.DeepseekV3Config(
         **{**SIZES, "num_key_value_heads": 4},
         n_routed_experts=4,
@@ -114,9 +122,7 @@ REFUSED = {
     "rotary embeddings that depend on the pass": transformers.Qwen2Config(
         rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, **SIZES
     ),
-    "windows in some layers": transformers.Qwen2Config(
-        use_sliding_window=True, sliding_window=8, max_window_layers=1, **SIZES
-    ),
+    "layers that read by recurrence": transformers.Qwen3NextConfig(**SIZES),
 }
 
 
@@ -164,15 +170,6 @@ def test_a_model_that_does_more_to_its_logits_than_is_known_is_refused() -> None
     model.register_forward_hook(double)
     with pytest.raises(RecipeError, match="packed sequences give other logits than each alone"):
         check_supported(model, "models.policy")
-
-
-@pytest.mark.parametrize("family", [transformers.MistralConfig, transformers.PhimoeConfig])
-def test_a_sequence_longer_than_the_sliding_window_is_refused(tmp_path: Path, family: type[PretrainedConfig]) -> None:
-    # PhiMoE has a window, but does not pass it on to its attention.
-    model = load_causal_lm(saved(tmp_path, family(sliding_window=20, **SIZES)), "policy")
-    packed_logits(model, [torch.arange(20), torch.arange(15)])
-    with pytest.raises(RuntimeError, match="21 tokens is longer than the model's sliding window of 20"):
-        packed_logits(model, [torch.arange(21)])
 
 
 def engine_of(config: ModelConfig) -> FsdpEngine:

@@ -17,8 +17,9 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.attention import packed as attention_module
 from leaderless.models.attention import shared_prompts
+from leaderless.models.attention.form import AttentionForm
 from leaderless.models.attention.packed import Attention, attend_padded
-from leaderless.models.attention.shared_prompts import CpuAttention, ExpandedAttention, Family, VarlenAttention
+from leaderless.models.attention.shared_prompts import ExpandedAttention, Family, VarlenAttention, attention_over
 from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
 from leaderless.models.value_model import load_value_model
 from leaderless.rollout.native.segment_attention import attend_in_float32
@@ -62,7 +63,8 @@ def varlen_of_torch_2_11(  # its signature, and its documented behavior
 ) -> Tensor:
     """Causal, aligned at the last query and key."""
     assert return_aux is None
-    assert window_size == (-1, 0)
+    window = window_size[0] + 1 if window_size[0] >= 0 else None
+    assert window_size[1] == 0
     assert (cu_seq_q.dtype, cu_seq_k.dtype) == (torch.int32, torch.int32)
     assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
     query_ends, key_ends = cu_seq_q, cu_seq_k
@@ -71,6 +73,8 @@ def varlen_of_torch_2_11(  # its signature, and its documented behavior
         mine, theirs = slice(*query_ends[place : place + 2].tolist()), slice(*key_ends[place : place + 2].tolist())
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query[mine], key[theirs], value[theirs]))
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        if window is not None:
+            mask = mask.triu(k.shape[2] - q.shape[2] - window + 1)
         output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)
@@ -124,7 +128,7 @@ def test_attention_and_its_gradients_are_those_of_a_mask(
     scores = 0.3 * torch.einsum("qhd,khd->hqk", query, key_of)
     weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
     expected = torch.einsum("hqk,khd->qhd", weights, value_of)
-    result = attention_of(way).attend(0, query, key, value, 0.3)
+    result = attention_of(way).attend(0, query, key, value, AttentionForm(0.3))
     torch.testing.assert_close(result, expected)
     slope = torch.randn(expected.shape, generator=generator).double()
     grads, expected_grads = (torch.autograd.grad((slope * out).sum(), inputs) for out in (result, expected))
@@ -134,7 +138,7 @@ def test_attention_and_its_gradients_are_those_of_a_mask(
 
 def attention_of(way: str) -> Attention:
     if way == "cpu":
-        return CpuAttention(FAMILIES)
+        return attention_over(FAMILIES, CPU, torch.float32)
     return ExpandedAttention(FAMILIES, CPU) if way == "expanded" else VarlenAttention(FAMILIES, CPU)
 
 
@@ -145,7 +149,7 @@ def test_gradients_of_a_prompt_keep_their_digits_whatever_the_number_of_siblings
     monkeypatch.setattr(shared_prompts, "varlen_attn", lambda _, key, *__, **___: key)
     attention = VarlenAttention([Family(1, (1,) * 128)], CPU)
     key = torch.zeros(129, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    laid_out = attention.attend(0, key.detach(), key, key, 1.0)
+    laid_out = attention.attend(0, key.detach(), key, key, AttentionForm(1.0))
     grad = torch.full_like(laid_out, 1 / 256)
     grad[0] = 1.0
     (result,) = torch.autograd.grad(laid_out, key, grad)
@@ -185,17 +189,17 @@ def test_large_keys_cost_no_digits_in_bfloat16(bias: float) -> None:
     query, key, value = (torch.randn(n, heads, 128, generator=generator) for n, heads in ((16, 4), (64, 2), (64, 2)))
     key = key + bias * torch.randn(1, 2, 128, generator=generator).sign() / 4
     query, key, value = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
-    scale = 128**-0.5
+    form = AttentionForm(scale := 128**-0.5)
     exact = attended(query.double(), key.double(), value.double(), scale)
     # The last tokens of a sequence are the trainer's queries; it attends with them to all of its keys.
     family, zeros = Family(64, (1,) * 16), torch.zeros(16, 2, 128, dtype=torch.bfloat16)
     own = torch.full_like(zeros, 0.0)
     everything = [torch.cat(t) for t in ((query.new_zeros(64, 4, 128), query), (key, own), (value, zeros))]
     with_own = attended(query.double(), *(torch.cat([t, torch.zeros(1, 2, 128)]).double() for t in (key, value)), scale)
-    results = {"trainer": (CpuAttention([family]).attend(0, *everything, scale)[64:], with_own)}
+    results = {"trainer": (attention_over([family], CPU, torch.float32).attend(0, *everything, form)[64:], with_own)}
     heads_first = [tensor.transpose(0, 1) for tensor in (query, key, value)]
     grouped = heads_first[0].reshape(2, 1, 32, 128), heads_first[1][:, None], heads_first[2][:, None]
-    output, _ = attend_in_float32(*grouped, None, scale)
+    output, _ = attend_in_float32(*grouped, None, form)
     results["rollout"] = output.reshape(4, 16, 128).transpose(0, 1), exact
     for name, (result, expected) in results.items():
         error = float((result.double() - expected).norm() / expected.norm())

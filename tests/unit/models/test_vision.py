@@ -25,6 +25,7 @@ from leaderless.data.batch import Batch
 from leaderless.data.prompts.images import ImagePrompts, PromptImage, pack_images, unpack_images
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.distributed.weights.stream import WeightStream
+from leaderless.models.attention.form import AttentionForm
 from leaderless.models.attention.shared_prompts import Family as Rows
 from leaderless.models.attention.shared_prompts import PrefixAttention, attention_over
 from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
@@ -528,7 +529,7 @@ def test_attention_of_prefixes_is_that_of_a_mask(grouped: int) -> None:
         torch.randn(total, heads, 8, dtype=torch.float64, generator=generator).requires_grad_()
         for heads in (2 * grouped, 2, 2)
     )
-    found = PrefixAttention(families, CPU).attend(0, query, key, value, 0.3)
+    found = PrefixAttention(families, CPU).attend(0, query, key, value, AttentionForm(0.3))
     is_seen, begin = torch.zeros(total, total, dtype=torch.bool), 0
     for family in families:
         prompt = slice(begin, begin + family.prompt)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import attention
 
+from leaderless.models.attention.form import AttentionForm
 from leaderless.models.attention.shared_prompts import Family, VarlenAttention
 
 PACKAGE = "flash_attn_interface"
@@ -70,7 +71,7 @@ def _trial(device: torch.device, heads: Heads) -> list[Tensor]:
         for number in (query_heads, key_heads, key_heads)
     )
     with torch.enable_grad():
-        output = VarlenAttention(FAMILIES, device).attend(0, query, key, value, size**-0.5)
+        output = VarlenAttention(FAMILIES, device).attend(0, query, key, value, AttentionForm(size**-0.5))
         slope = torch.randn(output.shape, generator=generator).to(output)
         gradients = torch.autograd.grad(output, [query, key, value], slope)
     return [tensor.float() for tensor in (output.detach(), *gradients)]

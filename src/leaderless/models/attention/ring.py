@@ -4,10 +4,6 @@ The tokens of a pass are cut into twice as many chunks as there are ranks, and e
 from the back, so that causal attention is as much work for each (zigzag). Chunks of keys and values pass from rank to
 rank; results for them are joined by their normalizers (Liu et al., "Ring Attention with Blockwise Transformers",
 arXiv 2310.01889), which is exact. In the backward pass their gradients go around with them, and end where they belong.
-
-Attention to some of the keys has normalizers for that. Its backward pass takes output and normalizers over all keys,
-and returns what these keys add to the gradients (Dao et al., arXiv 2205.14135). On a CPU, torch has kernels for both;
-elsewhere they are products of matrices, a block of queries at a time.
 """
 
 from __future__ import annotations
@@ -21,100 +17,13 @@ from torch.autograd.function import FunctionCtx
 from typing_extensions import override
 
 from leaderless.distributed.in_flight import PendingMessage
-from leaderless.models.attention.packed import (
-    Attention,
-    LengthBuckets,
-    flash_backward_on_cpu,
-    flash_on_cpu,
-    heads_first,
-    tokens_first,
-)
+from leaderless.models.attention.form import AttentionForm, gradient_of_sinks
+from leaderless.models.attention.joined import heads_first, tokens_first
+from leaderless.models.attention.length_buckets import LengthBuckets
+from leaderless.models.attention.packed import Attention
 from leaderless.models.attention.shared_prompts import Family, blocks_of
+from leaderless.models.attention.some_keys import attend_some, gradients_of_some
 from leaderless.models.parallel.context import ContextParallel
-
-BLOCK_SCORES = 1 << 24
-"""Most scores of a block of queries in all heads."""
-
-
-class Form(NamedTuple):
-    """The factor of the dot products, and whether attention is causal, with as many keys as queries."""
-
-    scale: float
-    is_causal: bool = False
-
-
-def attend_some(form: Form, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute output and normalizers, [n, query_heads, queries], the latter in at least float32.
-
-    Queries are [n, query_heads, queries, head_dim], keys and values [n, kv_heads, keys, head_dim].
-    """
-    if query.device.type == "cpu":
-        output, normalizers = flash_on_cpu(query, key, value, 0.0, form.is_causal, scale=form.scale)
-        return output, normalizers
-    return attend_by_products(form, query, key, value)
-
-
-def gradients_of_some(
-    form: Form, grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, normalizers: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what some keys and values add to the gradient of the queries, and their own; see `attend_some`."""
-    whole = grad_output, query, key, value, output, normalizers
-    if query.device.type == "cpu":
-        q, k, v = flash_backward_on_cpu(*whole, 0.0, form.is_causal, scale=form.scale)
-        return q, k, v
-    return gradients_by_products(form, *whole)
-
-
-def attend_by_products(form: Form, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the results of `attend_some` by matrix products, block by block of queries."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    output, normalizers = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=dtype)
-    times = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(times, 1).to(dtype) for tensor in (key, value))
-    for block in _blocks(query, key):
-        scores = _scores(form, query, key, block)
-        normalizers[:, :, block] = scores.logsumexp(-1)
-        output[:, :, block] = (scores - normalizers[:, :, block, None]).exp_() @ value
-    return output, normalizers
-
-
-def gradients_by_products(
-    form: Form, grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, normalizers: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the results of `gradients_of_some` by matrix products, block by block of queries."""
-    dtype, times = normalizers.dtype, query.shape[1] // key.shape[1]
-    wide_key, wide_value = (tensor.repeat_interleave(times, 1).to(dtype) for tensor in (key, value))
-    grad_query, grad_key, grad_value = (torch.zeros_like(one, dtype=dtype) for one in (query, wide_key, wide_value))
-    for block in _blocks(query, key):
-        scores = _scores(form, query, wide_key, block)
-        probabilities = (scores - normalizers[:, :, block, None]).exp_()
-        grad = grad_output[:, :, block].to(dtype)
-        grad_value += probabilities.transpose(2, 3) @ grad
-        inner = (grad * output[:, :, block]).sum(-1, keepdim=True)
-        grad_scores = (grad @ wide_value.transpose(2, 3) - inner).mul_(probabilities).mul_(form.scale)
-        grad_query[:, :, block] = grad_scores @ wide_key
-        grad_key += grad_scores.transpose(2, 3) @ query[:, :, block].to(dtype)
-    of_key, of_value = (
-        grad.view(len(grad), -1, times, *grad.shape[2:]).sum(2).to(key.dtype) for grad in (grad_key, grad_value)
-    )
-    return grad_query.to(query.dtype), of_key, of_value
-
-
-def _blocks(query: Tensor, key: Tensor) -> Iterator[slice]:
-    """Blocks of queries, each with few enough scores."""
-    size = max(1, BLOCK_SCORES // (query.shape[0] * query.shape[1] * key.shape[2]))
-    for first in range(0, query.shape[2], size):
-        yield slice(first, min(first + size, query.shape[2]))
-
-
-def _scores(form: Form, query: Tensor, key: Tensor, block: slice) -> Tensor:
-    """Scores of a block of queries; -inf where a key comes later."""
-    scores = (query[:, :, block].to(key.dtype) @ key.transpose(2, 3)).mul_(form.scale)
-    if form.is_causal:
-        places = torch.arange(key.shape[2], device=key.device)
-        scores.masked_fill_(places > places[block, None], -torch.inf)
-    return scores
-
 
 ROUND = "keys and values of other parts of a pass"
 
@@ -143,7 +52,6 @@ class RingAttention:
 
     def __init__(self, families: Sequence[Family], ranks: RingParallel, device: torch.device) -> None:
         """Plan the calls for consecutive families, whose tokens fill all chunks."""
-        self.longest = max(family.longest for family in families)
         self.peers, self.place = ranks.peers, ranks.place
         length = sum(family.num_tokens for family in families) // (2 * ranks.size)
         own = ranks.chunks(ranks.place)
@@ -168,9 +76,14 @@ class RingAttention:
             if passing is not None:
                 values = passing.wait()
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:  # noqa: ARG002
         """Attend from this rank's tokens, of which there are T, to the keys that pass by from rank to rank."""
-        output: Tensor = _Ring.apply(query, key, value, self, scale)  # type: ignore[no-untyped-call]
+        if not form.kind.sees_all:
+            raise RuntimeError(
+                "layers with a window or chunks are not supported where keys go around a ring of ranks: choose cp such "
+                "that it divides the heads of attention"
+            )
+        output: Tensor = _Ring.apply(query, key, value, form.sinks, self, form)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -211,17 +124,25 @@ class _Context(FunctionCtx):
 
     saved_tensors: tuple[Tensor, ...]
     plan: RingAttention
-    scale: float
+    form: AttentionForm
 
 
 class _Ring(torch.autograd.Function):
     """Attention round the ring, and its gradient; results are added up in at least float32."""
 
     @staticmethod
-    def forward(ctx: _Context, query: Tensor, key: Tensor, value: Tensor, plan: RingAttention, scale: float) -> Tensor:
+    def forward(
+        ctx: _Context,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,  # of the form, so that they get a gradient
+        plan: RingAttention,
+        form: AttentionForm,
+    ) -> Tensor:
         diagonal = plan.diagonal
         results = [
-            attend_some(Form(scale, is_causal=True), *(bucket.take(values) for values in (query, key, value)))
+            attend_some(form, *(bucket.take(values) for values in (query, key, value)), is_causal=True)
             for bucket in diagonal.all
         ]
         output, normalizers = (diagonal.join([result[kind] for result in results]) for kind in range(2))
@@ -229,24 +150,26 @@ class _Ring(torch.autograd.Function):
         for place, pair in plan.around(torch.stack([key, value])):
             for own, other in plan.rectangles[place]:
                 q, k, v = map(heads_first, (query[own], pair[0, other], pair[1, other]))
-                part, part_normalizers = map(tokens_first, attend_some(Form(scale), q, k, v))
+                part, part_normalizers = map(tokens_first, attend_some(form, q, k, v))
                 whole = torch.logaddexp(normalizers[own], part_normalizers)
                 output[own].lerp_(part.to(output.dtype), (part_normalizers - whole).exp_().unsqueeze(2))
                 normalizers[own] = whole
+        output, normalizers = form.added_sink(output, normalizers)
         output = output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, normalizers)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.save_for_backward(query, key, value, output, normalizers, *(() if sinks is None else (sinks,)))
+        ctx.plan, ctx.form = plan, form
         return output
 
     @staticmethod
-    def backward(ctx: _Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value, output, normalizers = ctx.saved_tensors
-        plan, scale = ctx.plan, ctx.scale
+    def backward(ctx: _Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
+        query, key, value, output, normalizers, *sinks = ctx.saved_tensors
+        plan, form = ctx.plan, ctx.form
         results = [
             gradients_of_some(
-                Form(scale, is_causal=True),
+                form,
                 bucket.take(grad_output, padding=0.0),
                 *(bucket.take(values) for values in (query, key, value, output, normalizers)),
+                is_causal=True,
             )
             for bucket in plan.diagonal.all
         ]
@@ -259,7 +182,7 @@ class _Ring(torch.autograd.Function):
             for own, other in plan.rectangles[place]:
                 ours = (heads_first(values[own]) for values in (output, normalizers))
                 q, k, v, grad = map(heads_first, (query[own], pair[0, other], pair[1, other], grad_output[own]))
-                parts = gradients_of_some(Form(scale), grad, q, k, v, *ours)
+                parts = gradients_of_some(form, grad, q, k, v, *ours)
                 of_query, of_key, of_value = map(tokens_first, parts)
                 grad_query[own] += of_query
                 grad_pair[0, other] += of_key
@@ -267,4 +190,5 @@ class _Ring(torch.autograd.Function):
             passing = plan.peers.pass_on(grad_pair, ROUND)
         assert passing is not None
         of_key, of_value = passing.wait().to(key.dtype)
-        return grad_query.to(query.dtype), of_key, of_value, None, None
+        of_sinks = gradient_of_sinks(grad_output, output, normalizers, sinks[0]) if sinks else None
+        return grad_query.to(query.dtype), of_key, of_value, of_sinks, None, None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from inspect import signature
 from itertools import accumulate
 from typing import cast
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from leaderless.models.attention.form import AttentionForm
+from leaderless.models.attention.joined import JoinedAttention, PromptBlock
 from leaderless.models.attention.npu import MAX_SEQUENCES, FusionAttention, attend_packed, fusion_attention
-from leaderless.models.attention.packed import Attention, LengthBuckets, PackedAttention, attend_on_cpu, attend_padded
+from leaderless.models.attention.packed import Attention, PackedAttention, attend_padded
 from leaderless.models.parallel.reductions import mapped
 from leaderless.models.uploads import placed
 
@@ -79,21 +81,13 @@ class Family:
 def attention_over(families: Sequence[Family], device: torch.device, compute_dtype: torch.dtype) -> Attention:
     """Choose the fastest attention for a pass over consecutive families."""
     if device.type == "cpu":
-        return CpuAttention(families)
+        return JoinedAttention([*blocks_of(families)], device)
     if compute_dtype in {torch.bfloat16, torch.float16}:
         if device.type == "cuda":
             return VarlenAttention(families, device)
         if (fused := fusion_attention(device)) is not None and len(list(blocks_of(families))) <= MAX_SEQUENCES:
             return NpuAttention(families, device, fused)
     return ExpandedAttention(families, device)
-
-
-@dataclass(frozen=True)
-class PromptBlock:
-    """Consecutive tokens that attend to themselves, causally, and to a prompt before them."""
-
-    before: range
-    own: range
 
 
 def blocks_of(families: Sequence[Family]) -> Iterator[PromptBlock]:
@@ -112,25 +106,6 @@ def blocks_of(families: Sequence[Family]) -> Iterator[PromptBlock]:
             end += length
 
 
-class CpuAttention:
-    """Attention of tokens to their own blocks, and of continuations to their prompts, joined into one result."""
-
-    def __init__(self, families: Sequence[Family]) -> None:
-        self.longest = max(family.longest for family in families)
-        self._buckets = LengthBuckets([len(block.own) for block in blocks_of(families)], torch.device("cpu"))
-        self._crossings: list[tuple[slice, slice]] = []
-        begin = 0
-        for family in families:
-            end, middle = begin + family.num_tokens, begin + family.prompt
-            if len(family.continuations) > 1:
-                self._crossings.append((slice(begin, middle), slice(middle, end)))
-            begin = end
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
-        """Attend on the CPU, within blocks and from continuations to their prompts."""
-        return attend_on_cpu(query, key, value, self._buckets, self._crossings, scale)
-
-
 def _copies(blocks: Sequence[PromptBlock], device: torch.device) -> Repeats:
     """The tokens of a pass, laid out with each prompt once before each of its continuations."""
     rows = torch.cat([torch.arange(r.start, r.stop) for block in blocks for r in (block.before, block.own)])
@@ -141,8 +116,7 @@ class VarlenAttention:
     """FlashAttention over blocks of any length; the keys of a prompt are copied before each continuation's."""
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
-        self.longest = max(family.longest for family in families)
-        blocks = list(blocks_of(families))
+        self._device, self._blocks = device, (blocks := list(blocks_of(families)))
         lengths = torch.tensor([[0, 0], *([len(block.own), len(block.before) + len(block.own)] for block in blocks)])
         self._query_ends, self._key_ends = placed(lengths.cumsum(0).int().t().contiguous(), device)
         self._longest_query, self._longest_key = lengths.amax(0).tolist()
@@ -152,8 +126,14 @@ class VarlenAttention:
             partial(varlen_attn, enable_gqa=True) if "enable_gqa" in signature(varlen_attn).parameters else varlen_attn
         )
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
+    @cached_property
+    def _joined(self) -> JoinedAttention:
+        return JoinedAttention(self._blocks, self._device)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Attend in one call of FlashAttention, which aligns the last query of a block with its last key."""
+        if not form._replace(kind=replace(form.kind, window=None)).is_plain:
+            return self._joined.attend(layer, query, key, value, form)
         if self._copies is not None:
             key, value = self._copies.take(key), self._copies.take(value)
         output = self._attend(
@@ -164,8 +144,8 @@ class VarlenAttention:
             self._key_ends,
             self._longest_query,
             self._longest_key,
-            scale=scale,
-            window_size=(-1, 0),
+            scale=form.scale,
+            window_size=(-1 if form.kind.window is None else form.kind.window - 1, 0),
         )
         return cast("Tensor", output)
 
@@ -174,17 +154,23 @@ class NpuAttention:
     """Ascend's fused attention over blocks, with the same keys as `VarlenAttention`."""
 
     def __init__(self, families: Sequence[Family], device: torch.device, fused: FusionAttention) -> None:
-        self.longest, self._fused = max(family.longest for family in families), fused
-        blocks = list(blocks_of(families))
+        self._fused = fused
+        self._device, self._blocks = device, (blocks := list(blocks_of(families)))
         self._query_ends = list(accumulate(len(block.own) for block in blocks))
         self._key_ends = list(accumulate(len(block.before) + len(block.own) for block in blocks))
         self._copies = _copies(blocks, device) if any(block.before for block in blocks) else None
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
+    @cached_property
+    def _joined(self) -> JoinedAttention:
+        return JoinedAttention(self._blocks, self._device)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Attend in one call of the fused kernel, with prompts copied for each continuation."""
+        if not form.is_plain:
+            return self._joined.attend(layer, query, key, value, form)
         if self._copies is not None:
             key, value = self._copies.take(key), self._copies.take(value)
-        return attend_packed(self._fused, query, key, value, self._query_ends, self._key_ends, scale)
+        return attend_packed(self._fused, query, key, value, self._query_ends, self._key_ends, form.scale)
 
 
 class ExpandedAttention:
@@ -194,14 +180,13 @@ class ExpandedAttention:
         blocks = list(blocks_of(families))
         self._copies = _copies(blocks, device)
         self._packed = PackedAttention([len(block.before) + len(block.own) for block in blocks], device)
-        self.longest = self._packed.longest
         is_own = [is_own for block in blocks for is_own in [False] * len(block.before) + [True] * len(block.own)]
         self._own = placed(torch.tensor(is_own).nonzero().squeeze(1), device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Attend to copies of the prompts, and keep each token's own result."""
         query, key, value = (self._copies.take(values) for values in (query, key, value))
-        return self._packed.attend(layer, query, key, value, scale).index_select(0, self._own)
+        return self._packed.attend(layer, query, key, value, form).index_select(0, self._own)
 
 
 class _Continuations:
@@ -237,7 +222,6 @@ class PrefixAttention:
     """
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
-        self.longest = max(family.longest for family in families)
         self._families: list[tuple[slice, _Continuations | None]] = []
         begin = 0
         for family in families:
@@ -245,14 +229,19 @@ class PrefixAttention:
             self._families.append((slice(begin, begin + family.prompt), after))
             begin += family.num_tokens
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Attend within each prompt, then from its continuations to the prompt and themselves."""
+        if not form.is_plain:
+            raise RuntimeError(
+                f"layer {layer} has a window, a bound or sinks, which are not supported for models that read prompts "
+                "in both directions"
+            )
         results: list[Tensor] = []
         for prompt, after in self._families:
             q, k, v = (one[prompt].transpose(0, 1)[None] for one in (query, key, value))
             length = prompt.stop - prompt.start
             is_seen = torch.ones(1, 1, length, length, dtype=torch.bool, device=query.device)
-            results.append(attend_padded(q, k, v, is_seen, scale)[0].transpose(0, 1))
+            results.append(attend_padded(q, k, v, is_seen, form.scale)[0].transpose(0, 1))
             if after is not None:
-                results.append(after.attend(query, key, value, prompt, scale))
+                results.append(after.attend(query, key, value, prompt, form.scale))
         return torch.cat(results)

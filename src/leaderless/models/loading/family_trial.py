@@ -96,6 +96,9 @@ def _shrink(part: PreTrainedConfig) -> None:
         changed["num_hidden_layers"] = NUM_LAYERS
         lists = json.loads(json.dumps({k: v for k, v in part.to_dict().items() if isinstance(v, list)}, default=str))
         changed |= {name: values[:NUM_LAYERS] for name, values in lists.items() if len(values) == layers}
+        if isinstance(types := changed.get("layer_types"), list):
+            others = [one for one in dict.fromkeys(lists["layer_types"]) if one not in types]
+            changed["layer_types"] = [*types[: NUM_LAYERS - len(others)], *others]
     changed |= {name: value for name, value in _PER_LAYER.items() if getattr(part, name, None)}
     for name, value in changed.items():
         setattr(part, name, value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -24,9 +26,11 @@ from transformers.conversion_mapping import (
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from leaderless.config import RecipeError
+from leaderless.models.attention.form import AttentionForm
 from leaderless.models.attention.packed import ATTENTION_NAME, Attention, PackedAttention
 from leaderless.models.attention.shared_prompts import Family, PrefixAttention
 from leaderless.planner.checks.model_files import BOTH_WAYS, SEEING
+from leaderless.planner.memory.attention_kinds import SETTINGS, AttentionKind, attention_kinds
 
 LLAVA_TEXT = ("llama", "qwen2", "qwen3")
 """Types of the layers for text that such a model of type llava may have."""
@@ -35,6 +39,8 @@ PALIGEMMA_TEXT = ("gemma",)
 _IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _LENGTHS = (5, 9)
 """Lengths of the two sequences with which a model is tried."""
+_WINDOW = 4
+"""Tokens of the windows and chunks of a model while it is tried."""
 _TOLERANCE = 1e-2
 """Largest error of a logit, in standard deviations of all logits; rounding stays far below it."""
 
@@ -70,7 +76,8 @@ def check_supported(model: PreTrainedModel, key: str) -> None:
     was_training = model.training
     model.eval()
     try:
-        problem = _try_packed(model)
+        with _narrow_windows(model):
+            problem = _try_packed(model)
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         problem = f"a forward pass fails: {error}"
     finally:
@@ -124,12 +131,13 @@ def check_settings(described: PreTrainedConfig, key: str) -> None:
     """Refuse a model whose description names something that is not supported; see `check_supported`."""
     config = described.get_text_config()
     family = f"(type {described.model_type})"
-    for name in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in {None, 1}:
             raise RecipeError.at(key, f"models with {name} are not supported {family}")
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if kinds:
-        raise RecipeError.at(key, f"layers of type {sorted(kinds)[0]} are not supported, only full_attention {family}")
+    try:
+        kinds_of(described)
+    except ValueError as error:
+        raise RecipeError.at(key, f"{error} {family}") from error
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in {"dynamic", "longrope"}:
         raise RecipeError.at(
@@ -137,6 +145,32 @@ def check_settings(described: PreTrainedConfig, key: str) -> None:
             f"rotary embeddings of type {rope['rope_type']} are not supported: they depend on the longest sequence of "
             f"a pass, so that how samples are packed would change the numbers {family}",
         )
+
+
+def kinds_of(described: PreTrainedConfig) -> tuple[AttentionKind, ...]:
+    """How the tokens of each layer for text attend; see `attention_kinds`."""
+    config = described.get_text_config()
+    return attention_kinds({name: getattr(config, name, None) for name in SETTINGS})
+
+
+@contextmanager
+def _narrow_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Give all windows and chunks of a model a size that the sequences of the trial exceed."""
+    described = model.config.get_text_config()
+    owners: list[object] = [*{id(one): one for one in (model.config, described)}.values(), *model.modules()]
+    before = [
+        (owner, name, size)
+        for owner in owners
+        for name in ("sliding_window", "attention_chunk_size")
+        if isinstance(size := getattr(owner, name, None), int) and size > _WINDOW
+    ]
+    try:
+        for owner, name, _ in before:
+            setattr(owner, name, _WINDOW)
+        yield
+    finally:
+        for owner, name, size in before:
+            setattr(owner, name, size)
 
 
 @torch.no_grad()
@@ -152,6 +186,7 @@ def _try_packed(model: PreTrainedModel) -> str:
         position_ids=torch.cat([torch.arange(length) for length in _LENGTHS])[None],
         use_cache=False,
         attention=watched,
+        kinds=kinds_of(model.config),
     ).last_hidden_state[0]
     num_layers = model.config.get_text_config().num_hidden_layers
     if watched.calls != Counter(range(num_layers)):
@@ -176,13 +211,13 @@ class _Watched:
     """Attention that counts its calls."""
 
     def __init__(self, attention: Attention) -> None:
-        self.attention, self.longest = attention, attention.longest
+        self.attention = attention
         self.calls: Counter[int] = Counter()
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Count the call of this layer, and attend."""
         self.calls[layer] += 1
-        return self.attention.attend(layer, query, key, value, scale)
+        return self.attention.attend(layer, query, key, value, form)
 
 
 _KINDS = {

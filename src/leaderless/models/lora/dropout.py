@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn.functional import linear
 
+from leaderless.models.attention.form import AttentionForm
 from leaderless.models.attention.packed import Attention
 from leaderless.planner.memory.limits import MAX_WORDS
 
@@ -84,14 +85,9 @@ class DroppingAttention:
     attention: Attention
     dropout: Dropout
 
-    @property
-    def longest(self) -> int:
-        """Number of tokens of the longest sequence."""
-        return self.attention.longest
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Attend as the pass does without dropout, which is for adapters alone."""
-        return self.attention.attend(layer, query, key, value, scale)
+        return self.attention.attend(layer, query, key, value, form)
 
 
 @dataclass

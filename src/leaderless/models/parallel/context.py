@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from leaderless.distributed.transport import ProcessGroup
+from leaderless.models.attention.form import AttentionForm
 from leaderless.models.attention.packed import Attention
 from leaderless.models.attention.shared_prompts import Family, attention_over
 from leaderless.models.parallel.reductions import mapped
@@ -103,9 +104,8 @@ class UlyssesAttention:
     def __init__(self, whole: Attention, peers: ProcessGroup) -> None:
         """Attend like `whole`, which knows the tokens of all ranks, but to a part of the heads."""
         self._whole, self._peers = whole, peers
-        self.longest = whole.longest
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Attend to all tokens with a part of the heads; T is the number of this rank's tokens.
 
         Keys and values of a head that several ranks need are sent to each of them.
@@ -118,7 +118,7 @@ class UlyssesAttention:
         mine = self._swap(torch.cat([part.flatten(2) for part in parts], 2).transpose(0, 1)).flatten(0, 1)
         taken = torch.split(mine, [shape.numel() for shape in shapes], 1)
         q, k, v = (part.reshape(-1, *shape) for part, shape in zip(taken, shapes, strict=True))
-        output = self._whole.attend(layer, q, k, v, scale)
+        output = self._whole.attend(layer, q, k, v, form.part(self._peers.ranks.index(self._peers.rank), size))
         return self._swap(output.reshape(size, count, *output.shape[1:])).transpose(0, 1).flatten(1, 2)
 
     def _swap(self, values: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from leaderless.distributed.weights.blocks import Placement
 from leaderless.distributed.weights.tensor_parallel import stage_rows
 from leaderless.models.attention.packed import PackedAttention
 from leaderless.models.decoder import Decoder
+from leaderless.models.loading.support import kinds_of
 from leaderless.models.lora.linear import is_adapter
 from leaderless.planner import Layout
 from leaderless.planner.memory.layers import check_adapted_stages, check_pipeline, layers_of_stage, sees
@@ -155,6 +156,7 @@ def _error_in_stages(model: PreTrainedModel) -> float:
     common = {
         "position_ids": torch.cat([torch.arange(length) for length in _LENGTHS])[None],
         "attention": PackedAttention(_LENGTHS, torch.device("cpu")),
+        "kinds": kinds_of(model.config),
         "use_cache": False,
     }
     expected = text(input_ids=tokens[None], **common).last_hidden_state

@@ -49,7 +49,7 @@ class EngineMemory:
     @property
     def has_pages(self) -> bool:
         """Whether keys and values are in pages of a pool."""
-        return self.cache.has_pages and not self.is_cpu
+        return self.cache.has_pages and not self.is_cpu and self.model.size.is_plain
 
     @property
     def stays(self) -> bool:

@@ -11,6 +11,7 @@ from leaderless.base.errors import RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.planner.graph.adapters import lora_of
 from leaderless.planner.layout import Layout
+from leaderless.planner.memory.attention_kinds import FULL, attention_kinds
 from leaderless.planner.memory.layers import (
     TEXT_PART,
     Linear,
@@ -54,7 +55,7 @@ class ModelSize:
     `num_chosen_experts` in each. In a model that sees images, layers include the layers of `vision`. The head is the
     input embedding if it `is_tied`. The layers of the whole model with adapters, linear ones and experts, are
     `adapted`. Where adapters drop some of their inputs, the widest have `dropped_inputs`: of the layers whose inputs
-    ranks along `tp` do not divide, and of others.
+    ranks along `tp` do not divide, and of others. Attention `is_plain` without windows; only then an engine has pages.
     """
 
     num_parameters: int
@@ -78,6 +79,7 @@ class ModelSize:
     num_chosen_experts: int = 0
     vision: VisionSize | None = None
     is_tied: bool = False
+    is_plain: bool = True
 
     @property
     def num_trained(self) -> int:
@@ -271,6 +273,7 @@ def _decoder_size(config: dict[str, int], vision: VisionSize | None, *, is_criti
         num_expert_parameters=num_mixed * experts * 3 * hidden * (config.get("moe_intermediate_size") or intermediate),
         max_positions=config["max_position_embeddings"],
         is_tied=bool(is_tied) and not is_critic,
+        is_plain=all(kind == FULL for kind in attention_kinds(config)),
         vision=vision,
     )
 

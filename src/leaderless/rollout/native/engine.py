@@ -426,10 +426,9 @@ class NativeEngine:
             shared = SharedPrompts(self._prompts, prompts, self.device) if any(prompts) else None
             self._rows = DecodeRows(sequences, shared, draws_of(sequences))
         rows = self._rows
-        longest = max(sequence.num_tokens for sequence in rows.sequences)
         positions = [sequence.num_tokens - 1 - sequence.prompt.saved for sequence in rows.sequences]
         tokens = [sequence.completion.tokens[-1] for sequence in rows.sequences]
-        attention = DecodeAttention(self._responses, rows.shared, longest, self.device)
+        attention = DecodeAttention(self._responses, rows.shared, self.device)
         inputs, at = (torch.tensor(one).to(self.device) for one in (tokens, positions))
         everywhere = torch.arange(len(tokens), device=self.device)
         logits = self._forward(inputs, at, attention, everywhere)

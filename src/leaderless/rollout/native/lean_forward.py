@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from leaderless.distributed.errors import is_out_of_memory
+from leaderless.models.attention.form import AttentionForm
 from leaderless.models.attention.packed import Attention
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.compiled_layers import compiled
@@ -60,7 +61,13 @@ class RotatingAttention(ABC):
 
     @abstractmethod
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rotation: Rotation | None = None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        form: AttentionForm,
+        rotation: Rotation | None = None,
     ) -> Tensor:
         """Attend as `Attention` does; a rotation is for queries and keys that are not rotated yet."""
 
@@ -227,8 +234,7 @@ def forward_of(model: CausalLM, *, enable_compile: bool) -> Forward:
     layers = text.layers
     head_dim = layers[0].self_attn.head_dim
     turned = 2 * len(text.rotary_emb.inv_freq)
-    has_window = any(getattr(layer.self_attn, "sliding_window", None) is not None for layer in layers)
-    return cast("Forward", model) if has_window or turned != head_dim else LeanForward(model, enable_compile)
+    return LeanForward(model, enable_compile) if model.is_plain and turned == head_dim else cast("Forward", model)
 
 
 class LeanForward:
@@ -257,11 +263,11 @@ class LeanForward:
             hidden = images.embed(hidden)
         rotation = Rotation.of(*base.rotary_emb(hidden, positions.unsqueeze(-2)))
         for number, layer in enumerate(self.joined.layers()):
-            scale = cast("float", cast("nn.Module", layer.module.self_attn).scaling)
+            form = AttentionForm(cast("float", cast("nn.Module", layer.module.self_attn).scaling))
             if isinstance(attention, RotatingAttention):
-                attended = attention.attend(number, *self._project(layer, hidden), scale, rotation)
+                attended = attention.attend(number, *self._project(layer, hidden), form, rotation)
             else:
-                attended = attention.attend(number, *self._project(layer, hidden, *rotation), scale)
+                attended = attention.attend(number, *self._project(layer, hidden, *rotation), form)
             hidden = self._finish(layer, hidden, attended)
             if images is not None:
                 hidden = images.add(number, hidden)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from leaderless.models.attention.form import AttentionForm
 from leaderless.rollout.native.lean_forward import RotatingAttention, Rotation, rotate
 from leaderless.rollout.native.paged_plan import PagedPlan, WorkItems
 from leaderless.rollout.native.pages import PagePool
@@ -33,18 +34,25 @@ class PagedAttend(Protocol):
 
 @dataclass
 class PagedAttention(RotatingAttention):
-    """Attention with one new token for each row of a plan; `longest` counts the tokens of the longest sequence."""
+    """Attention with one new token for each row of a plan."""
 
     pages: PagePool
     plan: PagedPlan
     function: PagedAttend
-    longest: int = 0
 
     @override
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rotation: Rotation | None = None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        form: AttentionForm,
+        rotation: Rotation | None = None,
     ) -> Tensor:
-        return self.function(query, key, value, self.pages.room(layer, key, value), self.plan, scale, rotation)
+        if not form.is_plain:
+            raise RuntimeError(f"layer {layer} has a window, chunks, a bound or sinks, which pages do not support")
+        return self.function(query, key, value, self.pages.room(layer, key, value), self.plan, form.scale, rotation)
 
 
 def attend_with_torch(

@@ -26,7 +26,6 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.distributed.in_flight import mark
 from leaderless.distributed.weights.stream import WeightStream
-from leaderless.models.attention.packed import check_window
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.routers import Routers
 from leaderless.models.uploads import placed
@@ -131,8 +130,6 @@ class PagedEngine(NativeEngine):
         self._addresses = tuple[int, ...]()  # of weights that recorded passes read
         self._num_allocations = 0  # of the memory through which numbers reach the device
         super().__init__(model, tokenizer, end_tokens, max_sequences, device, routers, records_support=records_support)
-        windows = [getattr(module, "sliding_window", None) for module in model.modules()]
-        self._window = min((size for size in windows if isinstance(size, int)), default=None)
 
     def _reset(self) -> None:
         self._pages.clear()
@@ -272,9 +269,8 @@ class PagedEngine(NativeEngine):
         if self._arranged is None or not np.array_equal(self._arranged[0], seats):
             self._arranged = seats, *self._running.arranged(seats)
         _, arrangement, draws = self._arranged
-        plan, longest = self._send(seats, arrangement, draws)
-        attention = PagedAttention(self._pages, plan, self._options.attend, longest)
-        check_window(self._window, attention)
+        plan = self._send(seats, arrangement, draws)
+        attention = PagedAttention(self._pages, plan, self._options.attend)
         # Recorded passes read the numbers of a pass at fixed addresses.
         if self._num_allocations != self._staging.num_allocations:
             self._num_allocations = self._staging.num_allocations
@@ -350,8 +346,8 @@ class PagedEngine(NativeEngine):
             "rollout.max_response_tokens, or use a device with more memory"
         )
 
-    def _send(self, seats: Ints, arrangement: Arrangement, draws: Draws) -> tuple[PagedPlan, int]:
-        """Copy everything that the host knows of a pass, and return it with the tokens of the longest sequence."""
+    def _send(self, seats: Ints, arrangement: Arrangement, draws: Draws) -> PagedPlan:
+        """Copy everything that the host knows of a pass."""
         count, running = len(seats), self._running
         begins, lengths = running.begins(seats), running.lengths(seats)
         host = self._staging.host(arrangement, self._pages, lengths + 1)
@@ -366,7 +362,7 @@ class PagedEngine(NativeEngine):
         # Rows that fill up the shape draw something in a seat that nobody has, and write into a page that nobody has.
         for rest, value in ((noise, 0.0), (host.positions, 0), (host.seats, self.max_sequences), (host.places, 0)):
             rest[count:] = value
-        return self._staging.send(arrangement, lengths + 1, self._pages), int(begins.max()) + 1
+        return self._staging.send(arrangement, lengths + 1, self._pages)
 
     def _compute(self, attention: PagedAttention, results: Tensor, way: SamplingConfig | None) -> None:
         """Compute a pass: the logits of its rows, and if all are drawn in one way, the tokens."""

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from leaderless.models.attention.packed import Attention, PackedAttention, attend_padded, flash_on_cpu
+from leaderless.models.attention.form import AttentionForm, as_scores, seen_keys
+from leaderless.models.attention.packed import Attention, PackedAttention, attend_padded
 from leaderless.models.attention.shared_prompts import Family, PrefixAttention
+from leaderless.models.attention.some_keys import attend_some, bounded, flash_on_cpu
 from leaderless.models.scoring import bmm_in_float32
 from leaderless.models.uploads import placed
+from leaderless.planner.memory.attention_kinds import AttentionKind
 from leaderless.rollout.native.kv_cache import KeyValueStore, Segment, SegmentStore, Slots
+
+
+class _Seen(NamedTuple):
+    """Keys that queries of a tier attend to.
+
+    Attributes:
+        mask: [1, count, queries or 1, longest] float32, added to scores; None if all are seen.
+        is_blind: [count, queries], queries that see no key, to which the mask shows all; None if there are none.
+    """
+
+    mask: Tensor | None = None
+    is_blind: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -28,43 +44,65 @@ class _Tier:
     count: int  # of slots from the first on
     longest: int
     indices: Tensor
-    mask: Tensor | None  # [1, count, 1, longest], minus infinity past a segment's end; None if all are equally long
+    lengths: Sequence[int]
+    device: torch.device
 
-    def attend(self, layer: int, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    @cached_property
+    def seen(self) -> _Seen:
+        """All of each segment."""
+        if min(self.lengths) == self.longest:
+            return _Seen()
+        ends = torch.tensor(self.lengths)[:, None, None]
+        return _Seen(placed(as_scores(torch.arange(self.longest) < ends)[None], self.device))
+
+    def seen_from(self, first: Tensor) -> _Seen:
+        """The keys of each segment from a place on, [count, queries] int64, which may be behind its end."""
+        first, ends = first.unsqueeze(2), torch.tensor(self.lengths)[:, None, None]
+        is_blind, places = first >= ends, torch.arange(self.longest)
+        mask = as_scores((places < ends) & ((places >= first) | is_blind))
+        return _Seen(placed(mask[None], self.device), placed(is_blind.squeeze(2), self.device))
+
+    def attend(self, layer: int, query: Tensor, form: AttentionForm, seen: _Seen) -> tuple[Tensor, Tensor]:
         """Attend to each segment with queries, [count, queries, query_heads, head_dim].
 
         Returns:
             [count * queries, query_heads, head_dim] results, and [count * queries, query_heads] normalizers: logarithms
-            of the sums by which the softmax divides.
+            of the sums by which the softmax divides, minus infinity for a query that sees none of the keys.
         """
         keys, values = (tensor[:, : self.count, : self.longest] for tensor in self.slots.layer(layer))
         count, queries, heads, width = query.shape
         # Query heads that share a key head are computed as several queries of that head.
         kv_heads, repeat = len(keys), heads // len(keys)
         together = query.reshape(count, queries, kv_heads, repeat, width).permute(2, 0, 1, 3, 4).flatten(2, 3)
-        if query.device.type == "cpu":
-            mask = None if self.mask is None else self.mask.to(query.dtype)
-            output, normalizer = flash_on_cpu(together, keys, values, attn_mask=mask, scale=scale)
+        mask = seen.mask
+        if mask is not None and mask.shape[2] > 1:
+            mask = mask.repeat_interleave(repeat, dim=2)
+        if query.device.type == "cpu" and form.kind.softcap is None:
+            mask = None if mask is None else mask.to(query.dtype)
+            output, normalizer = flash_on_cpu(together, keys, values, attn_mask=mask, scale=form.scale)
         else:
-            output, normalizer = attend_in_float32(together, keys, values, self.mask, scale)
+            output, normalizer = attend_in_float32(together, keys, values, mask, form)
         output = output.reshape(kv_heads, count, queries, repeat, width).permute(1, 2, 0, 3, 4)
         normalizer = normalizer.reshape(kv_heads, count, queries, repeat).permute(1, 2, 0, 3)
+        if seen.is_blind is not None:
+            normalizer = normalizer.masked_fill(seen.is_blind[:, :, None, None], -torch.inf)
         return output.reshape(-1, heads, width), normalizer.reshape(-1, heads)
 
 
 def attend_in_float32(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, form: AttentionForm
 ) -> tuple[Tensor, Tensor]:
     """Attend with scores in at least float32, as fused kernels do.
 
     Some models have biases of keys that make scores large. Rounded to bfloat16, these scores would be off by more than
-    the differences between tokens. Queries, keys and values are [heads, n, tokens, head_dim]; a mask, [1, n, 1, keys],
-    is added to the scores.
+    the differences between tokens. Queries, keys and values are [heads, n, tokens, head_dim]; a mask, [1, n, queries or
+    1, keys], is added to the scores. The sink of the form is left out.
 
     Returns:
         [heads, n, queries, head_dim] results, and [heads, n, queries] normalizers.
     """
-    scores = bmm_in_float32(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)) * scale
+    scores = bmm_in_float32(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)) * form.scale
+    scores = scores if form.kind.softcap is None else bounded(scores, form.kind.softcap)
     scores = scores.view(*query.shape[:3], -1)
     scores = scores if mask is None else scores + mask
     normalizer = scores.logsumexp(dim=-1)
@@ -73,12 +111,7 @@ def attend_in_float32(
 
 def _plan(slots: Slots, lengths: Sequence[int], indices: Tensor, device: torch.device) -> _Tier:
     """Plan the call for segments of some lengths."""
-    longest, mask = max(lengths), None
-    if min(lengths) < longest:
-        ends = torch.tensor(lengths, device=device)
-        is_past_end = torch.arange(longest, device=device)[None, :] >= ends[:, None]
-        mask = torch.zeros(is_past_end.shape, device=device).masked_fill_(is_past_end, -torch.inf)[None, :, None, :]
-    return _Tier(slots, len(lengths), longest, indices.to(device), mask)
+    return _Tier(slots, len(lengths), max(lengths), indices.to(device), lengths, device)
 
 
 class SharedPrompts:
@@ -93,7 +126,9 @@ class SharedPrompts:
         for row, prompt in enumerate(prompts):
             if prompt is not None:
                 readers.setdefault(prompt, []).append(row)
+        self.lengths = torch.tensor([0 if prompt is None else prompt.length for prompt in prompts])
         self.tiers: list[_Tier] = []
+        self._readers: list[Tensor] = []
         self.place, offset = torch.zeros(len(prompts), dtype=torch.int64), 0
         for slots in store:
             groups = [readers.get(segment, []) for segment in slots.segments]
@@ -103,6 +138,7 @@ class SharedPrompts:
                 rows[number, : len(group)] = torch.tensor(group, dtype=torch.int64)
                 self.place[group] = offset + number * width + torch.arange(len(group))
             self.tiers.append(_plan(slots, [one.length for one in slots.segments], rows.flatten(), device))
+            self._readers.append(rows)
             offset += rows.numel()
         # Until a response ends, it lies next to its siblings, and no row has to be moved.
         is_full = len(self.tiers) == 1 and offset == len(prompts)
@@ -111,15 +147,29 @@ class SharedPrompts:
         is_read = torch.tensor([prompt is not None for prompt in prompts])
         self.is_read = None if bool(is_read.all()) else is_read.float()[:, None].to(device)
 
-    def merge(self, layer: int, query: Tensor, output: Tensor, normalizer: Tensor, scale: float) -> Tensor:
+    def seen_from(self, first: Tensor | None) -> list[_Seen]:
+        """What each row of the pass sees of its prompt, from a place on, [n] int64, or all of it."""
+        if first is None:
+            return [tier.seen for tier in self.tiers]
+        return [tier.seen_from(first[rows]) for tier, rows in zip(self.tiers, self._readers, strict=True)]
+
+    def merge(
+        self,
+        layer: int,
+        query: Tensor,
+        output: Tensor,
+        normalizer: Tensor,
+        form: AttentionForm,
+        seen: Sequence[_Seen],
+    ) -> Tensor:
         """Combine attention to own tokens with attention to prompts, each weighted by its share of the exponentials.
 
         Queries and outputs are [n, query_heads, head_dim], normalizers [n, query_heads].
         """
         results: list[tuple[Tensor, Tensor]] = []
-        for tier in self.tiers:
+        for tier, part in zip(self.tiers, seen, strict=True):
             readers = query if self.is_in_order else query.index_select(0, tier.indices)
-            results.append(tier.attend(layer, readers.reshape(tier.count, -1, *query.shape[1:]), scale))
+            results.append(tier.attend(layer, readers.reshape(tier.count, -1, *query.shape[1:]), form, part))
         other, other_normalizer = _joined(results)
         if not self.is_in_order:
             other, other_normalizer = (t.index_select(0, self.place) for t in (other, other_normalizer))
@@ -142,29 +192,47 @@ class DecodeAttention:
     The rows of the pass are the segments of the responses, in the order of their sizes and slots.
     """
 
-    def __init__(self, store: SegmentStore, shared: SharedPrompts | None, longest: int, device: torch.device) -> None:
-        """Prepare a pass over a store with room for one more token in each segment.
-
-        `longest` counts the tokens of the longest sequence with its prompt; `shared` are prompts outside of the store.
-        """
-        self.shared, self.longest = shared, longest
+    def __init__(self, store: SegmentStore, shared: SharedPrompts | None, device: torch.device) -> None:
+        """Prepare a pass over a store with room for one more token in each segment; `shared` are prompts outside."""
+        self.shared = shared
         self._tiers: list[_Tier] = []
+        own: list[int] = []
         for slots in store:
             lengths = [segment.length for segment in slots.segments]
+            own += lengths
             places = [slot * slots.capacity + length for slot, length in enumerate(lengths)]
             self._tiers.append(_plan(slots, [length + 1 for length in lengths], torch.tensor(places), device))
+        self._own_lengths = own
+        self._seen: dict[AttentionKind, tuple[list[_Seen], list[_Seen]]] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def _seen_by(self, kind: AttentionKind) -> tuple[list[_Seen], list[_Seen]]:
+        """What new tokens see of their own segments, and of shared prompts; the same in all layers of a kind."""
+        if kind not in self._seen:
+            shared, first = self.shared, None
+            if kind.sees_all:
+                own = [tier.seen for tier in self._tiers]
+            else:
+                before = shared.lengths if shared else torch.zeros(len(self._own_lengths), dtype=torch.int64)
+                positions = (before + torch.tensor(self._own_lengths)).tolist()
+                first = torch.tensor([kind.first_key(position) for position in positions])
+                of_own = torch.split((first - before).clamp(min=0)[:, None], [tier.count for tier in self._tiers])
+                own = [tier.seen_from(part) for tier, part in zip(self._tiers, of_own, strict=True)]
+            self._seen[kind] = own, shared.seen_from(first) if shared else []
+        return self._seen[kind]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Write the new token of each row, and attend tier by tier, then to shared prompts."""
-        counts = [tier.count for tier in self._tiers]
+        counts, (own, of_prompts) = [tier.count for tier in self._tiers], self._seen_by(form.kind)
         results: list[tuple[Tensor, Tensor]] = []
-        for tier, q, k, v in zip(
-            self._tiers, *(torch.split(tensor, counts) for tensor in (query, key, value)), strict=True
+        for tier, seen, q, k, v in zip(
+            self._tiers, own, *(torch.split(tensor, counts) for tensor in (query, key, value)), strict=True
         ):
             tier.slots.write(layer, tier.indices, k, v)
-            results.append(tier.attend(layer, q.unsqueeze(1), scale))
-        output, normalizer = _joined(results)
-        return output if self.shared is None else self.shared.merge(layer, query, output, normalizer, scale)
+            results.append(tier.attend(layer, q.unsqueeze(1), form, seen))
+        output, normalizer = form.added_sink(*_joined(results))
+        if self.shared is None:
+            return output
+        return self.shared.merge(layer, query, output, normalizer, form, of_prompts)
 
 
 QUERY_BLOCK = 1024
@@ -202,7 +270,6 @@ class PrefillAttention:
         What the device needs to know of it is `placed` there.
         """
         counts = [part.count for part in parts]
-        self.longest = max(part.position + part.count for part in parts)
         tokens = torch.split(torch.arange(sum(counts)), counts)
         self._writes: list[tuple[KeyValueStore, Tensor, Tensor]] = []
         for home in dict.fromkeys(part.segment.home for part in parts):
@@ -219,18 +286,18 @@ class PrefillAttention:
         ]
         self._later += [_AfterPrompt(block, device) for block in after]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Write all keys and values, then attend: first the parts that begin a text, then the later ones."""
         for home, source, places in self._writes:
             home.write(layer, places, key.index_select(0, source), value.index_select(0, source))
         results: list[Tensor] = []
         if self._first is not None:
             end = self._num_first
-            results.append(self._first.attend(layer, query[:end], key[:end], value[:end], scale))
+            results.append(self._first.attend(layer, query[:end], key[:end], value[:end], form))
         if self._later:
             later = torch.empty_like(query)
             for blocks in self._later:
-                blocks.attend(layer, query, later, scale)
+                blocks.attend(layer, query, later, form)
             results.append(later[self._num_first :])
         return results[0] if len(results) == 1 else torch.cat(results)
 
@@ -299,17 +366,17 @@ class _LaterBlocks:
         steps = torch.arange(parts[0].count)[None, :]
         # Padding repeats the last token of a block.
         self._queries = placed(rows + torch.minimum(steps, counts - 1), device)
-        self._ends = placed(begins + steps + 1, device)
+        self._positions = placed(begins + steps, device)
         is_real = (steps < counts).flatten()
         self._real = None if bool(is_real.all()) else placed(is_real.nonzero().squeeze(1), device)
 
-    def attend(self, layer: int, query: Tensor, output: Tensor, scale: float) -> None:
+    def attend(self, layer: int, query: Tensor, output: Tensor, form: AttentionForm) -> None:
         """Attend with rows of [T, query_heads, head_dim] queries, and write the results into these rows."""
         rows = self._queries.flatten()
         block = query.index_select(0, rows).view(*self._queries.shape, *query.shape[1:]).transpose(1, 2)
         keys, values = (tensor.transpose(0, 1) for tensor in self._read(layer))
-        is_seen = torch.arange(self._longest, device=query.device) < self._ends[:, None, :, None]
-        result = attend_padded(block, keys, values, is_seen, scale).transpose(1, 2).flatten(0, 1)
+        is_seen = seen_keys(form.kind, self._positions, torch.arange(self._longest, device=query.device)).unsqueeze(1)
+        result = attend_seen(block, keys, values, is_seen, form).transpose(1, 2).flatten(0, 1)
         if self._real is not None:
             rows, result = rows.index_select(0, self._real), result.index_select(0, self._real)
         output.index_copy_(0, rows, result)
@@ -324,13 +391,20 @@ class _AfterPrompt:
         self._rows = slice(block.row, block.row + part.count)
         both = (part.prompt, part.prompt.length), (part.segment, block.end)
         self._parts = [segment.home.reader([segment], length, device) for segment, length in both]
-        ends = part.position + 1 + torch.arange(part.count)
-        keys = torch.arange(part.position + part.count)
-        self._is_seen = placed((keys < ends[:, None])[None, None], device)
+        self._positions = placed(torch.arange(part.position + part.count), device)
 
-    def attend(self, layer: int, query: Tensor, output: Tensor, scale: float) -> None:
+    def attend(self, layer: int, query: Tensor, output: Tensor, form: AttentionForm) -> None:
         """Attend with the rows of the block, and write them into the output."""
         both = zip(*(read(layer) for read in self._parts), strict=True)
         keys, values = (torch.cat([own[:, 0] for own in tensors], 1)[None] for tensors in both)
         block = query[self._rows].transpose(0, 1)[None]
-        output[self._rows] = attend_padded(block, keys, values, self._is_seen, scale)[0].transpose(0, 1)
+        is_seen = seen_keys(form.kind, self._positions[-block.shape[2] :], self._positions)[None, None]
+        output[self._rows] = attend_seen(block, keys, values, is_seen, form)[0].transpose(0, 1)
+
+
+def attend_seen(query: Tensor, key: Tensor, value: Tensor, is_seen: Tensor, form: AttentionForm) -> Tensor:
+    """Attend with heads in front, [n, heads, tokens, head_dim], to keys that are seen, [n, 1, queries, keys]."""
+    if form.kind.softcap is None and form.sinks is None:
+        return attend_padded(query, key, value, is_seen, form.scale)
+    output, normalizer = attend_some(form, query, key, value, mask=as_scores(is_seen))
+    return form.added_sink(output.transpose(1, 2), normalizer.transpose(1, 2))[0].transpose(1, 2)

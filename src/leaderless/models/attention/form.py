@@ -1,0 +1,75 @@
+"""What the attention of a layer computes besides products of queries, keys and values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from leaderless.planner.memory.attention_kinds import FULL, AttentionKind
+
+
+class AttentionForm(NamedTuple):
+    """What the attention of a layer computes.
+
+    Attributes:
+        scale: Factor of the dot products.
+        kind: Tokens that attend to one another, and the bound of their scores.
+        sinks: [query_heads] scores of a key with the value 0, to which each token attends, too; None for no such key.
+    """
+
+    scale: float
+    kind: AttentionKind = FULL
+    sinks: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether any kernel for causal attention computes it."""
+        return self.kind == FULL and self.sinks is None
+
+    def part(self, place: int, count: int) -> AttentionForm:
+        """The form of a part of the heads, of which there are several of equal size."""
+        return self if self.sinks is None else self._replace(sinks=self.sinks.chunk(count)[place])
+
+    def added_sink(self, output: Tensor, normalizer: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend to the sink, too, if there is one.
+
+        Args:
+            output: [T, query_heads, head_dim] results of attention to all keys but the sink.
+            normalizer: [T, query_heads] logarithms of the sums of the exponentials of their scores.
+
+        Returns:
+            The same with the sink.
+        """
+        if self.sinks is None:
+            return output, normalizer
+        whole = torch.logaddexp(normalizer, self.sinks.to(normalizer.dtype))
+        return (output * (normalizer - whole).exp_().unsqueeze(-1)).to(output.dtype), whole
+
+
+def gradient_of_sinks(grad_output: Tensor, output: Tensor, normalizer: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of [query_heads] sinks, from results with them: -sum over tokens of p (dL/do . o), p = their share.
+
+    Outputs are [T, query_heads, head_dim], normalizers [T, query_heads].
+    """
+    dtype = normalizer.dtype
+    share = (sinks.to(dtype) - normalizer).exp_()
+    slope: Tensor = -(share * torch.linalg.vecdot(grad_output.to(dtype), output.to(dtype))).sum(0)
+    return slope.to(sinks.dtype)
+
+
+def seen_keys(kind: AttentionKind, queries: Tensor, keys: Tensor) -> Tensor:
+    """Whether queries attend to keys, by their positions in a sequence, [..., queries] and [..., keys] int64."""
+    queries, keys = queries.unsqueeze(-1), keys.unsqueeze(-2)
+    is_seen = keys <= queries
+    if kind.window is not None:
+        is_seen &= keys > queries - kind.window
+    if kind.chunk is not None:
+        is_seen &= keys // kind.chunk == queries // kind.chunk
+    return is_seen
+
+
+def as_scores(is_seen: Tensor) -> Tensor:
+    """The float32 numbers that are added to scores: 0 where a key is seen, and minus infinity elsewhere."""
+    return torch.zeros(is_seen.shape, device=is_seen.device).masked_fill_(~is_seen, -torch.inf)

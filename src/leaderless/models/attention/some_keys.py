@@ -1,0 +1,157 @@
+"""Attention to some of the keys, with normalizers by which results for several such parts are joined, exactly.
+
+The backward pass of a part takes output and normalizers over all keys, and returns what these keys add to the gradients
+(Dao et al., "FlashAttention", arXiv 2205.14135). On a CPU, torch has kernels for both; elsewhere, and for scores with a
+bound, they are products of matrices, a block of queries at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from leaderless.models.attention.form import AttentionForm
+
+BLOCK_SCORES = 1 << 24
+"""Most scores of a block of queries in all heads."""
+
+flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+"""Output and normalizer for queries, keys and values [batch, heads, n, head_dim]; `torch` has no public name for it."""
+flash_backward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+
+
+def attend_some(
+    form: AttentionForm,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Compute output and normalizers, [n, query_heads, queries], the latter in at least float32.
+
+    The sink of the form is left out: it is added once, to the joined result.
+
+    Args:
+        form: Scale and bound of the scores.
+        query: [n, query_heads, queries, head_dim].
+        key: [n, kv_heads, keys, head_dim].
+        value: [n, kv_heads, keys, head_dim].
+        mask: [n or 1, 1, queries, keys] float32, added to scores; each query has to see a key.
+        is_causal: Whether queries see the keys up to their own place alone; there are as many keys as queries then.
+    """
+    if query.device.type == "cpu" and form.kind.softcap is None:
+        mask = None if mask is None else mask.to(query.dtype)
+        output, normalizers = flash_on_cpu(query, key, value, 0.0, is_causal, attn_mask=mask, scale=form.scale)
+        return output, normalizers
+    return attend_by_products(form, query, key, value, mask=mask, is_causal=is_causal)
+
+
+def gradients_of_some(  # noqa: PLR0913
+    form: AttentionForm,
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    normalizers: Tensor,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what some keys and values add to the gradient of the queries, and their own; see `attend_some`."""
+    whole = grad_output, query, key, value, output, normalizers
+    if query.device.type == "cpu" and form.kind.softcap is None:
+        mask = None if mask is None else mask.to(query.dtype)
+        q, k, v = flash_backward_on_cpu(*whole, 0.0, is_causal, attn_mask=mask, scale=form.scale)
+        return q, k, v
+    return gradients_by_products(form, *whole, mask=mask, is_causal=is_causal)
+
+
+def attend_by_products(
+    form: AttentionForm,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Compute the results of `attend_some` by matrix products, block by block of queries."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    output, normalizers = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=dtype)
+    times = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(times, 1).to(dtype) for tensor in (key, value))
+    for block in _blocks(query, key):
+        scores = _masked(_scores(form, query, key, block), mask, block, is_causal=is_causal)
+        normalizers[:, :, block] = scores.logsumexp(-1)
+        output[:, :, block] = (scores - normalizers[:, :, block, None]).exp_() @ value
+    return output, normalizers
+
+
+def gradients_by_products(  # noqa: PLR0913
+    form: AttentionForm,
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    normalizers: Tensor,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the results of `gradients_of_some` by matrix products, block by block of queries.
+
+    The derivative of a bounded score c tanh(s / c) is 1 - (c tanh(s / c) / c)^2.
+    """
+    dtype, times = normalizers.dtype, query.shape[1] // key.shape[1]
+    wide_key, wide_value = (tensor.repeat_interleave(times, 1).to(dtype) for tensor in (key, value))
+    grad_query, grad_key, grad_value = (torch.zeros_like(one, dtype=dtype) for one in (query, wide_key, wide_value))
+    for block in _blocks(query, key):
+        bounded = _scores(form, query, wide_key, block)
+        scores = _masked(bounded, mask, block, is_causal=is_causal)
+        probabilities = (scores - normalizers[:, :, block, None]).exp_()
+        grad = grad_output[:, :, block].to(dtype)
+        grad_value += probabilities.transpose(2, 3) @ grad
+        inner = (grad * output[:, :, block]).sum(-1, keepdim=True)
+        grad_scores = (grad @ wide_value.transpose(2, 3) - inner).mul_(probabilities).mul_(form.scale)
+        if form.kind.softcap is not None:
+            grad_scores *= 1 - (bounded / form.kind.softcap) ** 2
+        grad_query[:, :, block] = grad_scores @ wide_key
+        grad_key += grad_scores.transpose(2, 3) @ query[:, :, block].to(dtype)
+    of_key, of_value = (
+        grad.view(len(grad), -1, times, *grad.shape[2:]).sum(2).to(key.dtype) for grad in (grad_key, grad_value)
+    )
+    return grad_query.to(query.dtype), of_key, of_value
+
+
+def _blocks(query: Tensor, key: Tensor) -> Iterator[slice]:
+    """Blocks of queries, each with few enough scores."""
+    size = max(1, BLOCK_SCORES // (query.shape[0] * query.shape[1] * key.shape[2]))
+    for first in range(0, query.shape[2], size):
+        yield slice(first, min(first + size, query.shape[2]))
+
+
+def _scores(form: AttentionForm, query: Tensor, key: Tensor, block: slice) -> Tensor:
+    """Scores of a block of queries with all keys."""
+    scores = (query[:, :, block].to(key.dtype) @ key.transpose(2, 3)).mul_(form.scale)
+    return scores if form.kind.softcap is None else bounded(scores, form.kind.softcap)
+
+
+def bounded(scores: Tensor, softcap: float) -> Tensor:
+    """Bound scores by c tanh(s / c), in place."""
+    return scores.div_(softcap).tanh_().mul_(softcap)
+
+
+def _masked(scores: Tensor, mask: Tensor | None, block: slice, *, is_causal: bool) -> Tensor:
+    """Scores that are minus infinity where a key is not seen."""
+    if mask is not None:
+        return scores + mask[:, :, block]
+    if is_causal:
+        places = torch.arange(scores.shape[3], device=scores.device)
+        return scores.masked_fill(places > places[block, None], -torch.inf)
+    return scores

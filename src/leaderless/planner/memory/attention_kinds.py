@@ -1,0 +1,72 @@
+"""How the tokens of each layer attend to those before them, as the description of a model says. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SETTINGS = (
+    "num_hidden_layers",
+    "layer_types",
+    "sliding_window",
+    "use_sliding_window",
+    "attention_chunk_size",
+    "attn_logit_softcapping",
+)
+"""Settings of a model that say how its layers attend."""
+FULL_LAYER, WINDOW_LAYER, CHUNK_LAYER = "full_attention", "sliding_attention", "chunked_attention"
+"""Types of layers that can be computed, as `layer_types` names them."""
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """How the tokens of a layer attend: to a range of tokens that ends with themselves.
+
+    Attributes:
+        window: Most tokens to which one attends, itself included; None for all.
+        chunk: Tokens of the chunks into which a sequence is divided, which attend to themselves alone; None for one
+            chunk.
+        softcap: Number c that bounds scores s, as c tanh(s / c); None for no bound.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether tokens attend to all tokens before them."""
+        return self.window is None and self.chunk is None
+
+    def first_key(self, position: int) -> int:
+        """The first of the positions to which the token at a position attends."""
+        after_window = 0 if self.window is None else position - self.window + 1
+        return max(0, after_window, 0 if self.chunk is None else position - position % self.chunk)
+
+
+FULL = AttentionKind()
+
+
+def attention_kinds(described: Mapping[str, Any]) -> tuple[AttentionKind, ...]:
+    """The kind of attention of each layer.
+
+    Args:
+        described: Description of the part of a model that reads text, as in its `config.json`. Without types of its
+            layers, all have the window if there is one.
+
+    Raises:
+        ValueError: A layer is of a type that cannot be computed, or has no size of its window or chunk.
+    """
+    window, chunk = described.get("sliding_window"), described.get("attention_chunk_size")
+    if described.get("use_sliding_window") is False:
+        window = None
+    sizes = {FULL_LAYER: {}, WINDOW_LAYER: {"window": window}, CHUNK_LAYER: {"chunk": chunk}}
+    usual = FULL_LAYER if window is None else WINDOW_LAYER
+    types = described.get("layer_types") or [usual] * int(described["num_hidden_layers"])
+    if unknown := sorted({*types} - {*sizes}):
+        raise ValueError(f"layers of type {unknown[0]} are not supported, only {', '.join(sizes)}")
+    for type_of_layer, size in sizes.items():
+        if type_of_layer in types and None in size.values():
+            raise ValueError(f"layers of type {type_of_layer} have no size: set sliding_window or attention_chunk_size")
+    return tuple(AttentionKind(**sizes[one], softcap=described.get("attn_logit_softcapping")) for one in types)
