@@ -201,7 +201,7 @@ def judge(config: PretrainedConfig, folder: Path, *, is_tiny: bool = True) -> Ve
     try:
         if not is_tiny:
             raise ValueError(config.model_type)
-        _write(config, folder)
+        write_family(config, folder)
     except Exception as error:  # noqa: BLE001
         # Of every kind; its settings alone may be a reason to refuse it.
         config.save_pretrained(folder)
@@ -232,7 +232,7 @@ def _check_parts(settings: ModelConfig, whole: torch.nn.Module) -> None:
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-def _write(config: PretrainedConfig, folder: Path) -> None:
+def write_family(config: PretrainedConfig, folder: Path) -> None:
     """Write a model whose vectors are not all zeros or ones, with which mistakes could hide."""
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -12,6 +12,7 @@ from tests.distributed.test_critic import write_critic
 from tests.distributed.test_mesh import setup_of
 from tests.distributed.test_training import LENGTHS, Numbers, largest_difference, whole
 from tests.tiny import add_gradients, at_temperature, random_samples, tiny_model
+from tests.tiny_families import tiny_config, write_family
 from tests.unit.recipes import make_recipe, plan_of, write_model
 from torch import Tensor
 
@@ -26,6 +27,10 @@ from leaderless.planner.memory.fit import Fit, fit_plan
 from leaderless.training.fsdp import FsdpValueEngine, make_engine
 from leaderless.training.micro_batches import MicroBatch
 
+FAMILIES: dict[str, dict[str, object]] = {
+    "windows and sinks": {},
+    "sinks": {"layer_types": ["full_attention"] * 2},
+}
 SHARES = {1: [11], 2: [11, 0]}
 """Samples of each shard: one of two has none."""
 
@@ -76,6 +81,8 @@ def train(path: str, sizes: dict[str, int], micro_batch_tokens: int, changes: di
         ({"dp": 1, "cp": 3}, 31, {"gradient_checkpointing": True}),  # no divisor of the heads: around a ring
         pytest.param({"dp": 1, "cp": 3}, 4096, {}, marks=pytest.mark.thorough),
         ({"dp": 1, "cp": 2}, 31, {"is_critic": True}),
+        ({"dp": 1, "cp": 2}, 31, {"family": "windows and sinks"}),
+        ({"dp": 1, "cp": 3}, 31, {"family": "sinks"}),
     ],
     ids=str,
 )
@@ -83,9 +90,23 @@ def test_ranks_that_divide_tokens_score_and_learn_like_one(
     ranks: RankPool, tmp_path: Path, sizes: dict[str, int], micro_batch_tokens: int, changes: dict[str, object]
 ) -> None:
     path = write_critic(tmp_path) if "is_critic" in changes else tiny_model("qwen3")
+    if (family := changes.pop("family", None)) is not None:
+        write_family(tiny_config("gpt_oss", **FAMILIES[str(family)]), tmp_path)
+        path = str(tmp_path)
     (expected,) = ranks.once(1, train, path, {"dp": 1}, 64, {**changes})
     found = ranks.run(sizes["dp"] * sizes["cp"], train, path, sizes, micro_batch_tokens, {**changes})
     assert largest_difference(found, expected) < 1e-5
+
+
+def refusal(path: str) -> str:
+    with pytest.raises(RecipeError) as caught:
+        train(path, {"dp": 1, "cp": 3}, 31, {})
+    return str(caught.value)
+
+
+def test_windows_do_not_go_around_a_ring(ranks: RankPool, tmp_path: Path) -> None:
+    write_family(tiny_config("gpt_oss"), tmp_path)
+    assert all("cp=3, which does not divide the 4 heads" in found for found in ranks.run(3, refusal, str(tmp_path)))
 
 
 def test_ranks_of_a_ring_have_equal_work_and_see_all_keys_once() -> None:

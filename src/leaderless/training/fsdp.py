@@ -234,6 +234,14 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
             raise RecipeError.at(
                 key, f"a model {reason} cannot be divided along {', '.join(wrong)}: use {', '.join(able)}"
             )
+    num_heads = _sizes(model)[0]
+    can_swap = num_heads // layout.tp % layout.cp == 0
+    if not can_swap and not all(kind.sees_all for kind in model.attention_kinds):
+        raise RecipeError.at(
+            key,
+            f"layers with a window or chunks cannot be divided along cp={layout.cp}, which does not divide the "
+            f"{num_heads // layout.tp} heads of attention on a rank: choose a divisor",
+        )
     if layout.pp > 1:
         check_stages(model.model, opened.trial, layout.pp, key)
     _divide(model, setup, key)
@@ -259,7 +267,6 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
     if setup.is_reward_model and isinstance(model, ValueModel):
         model.clear_offset()
     if layout.cp > 1:
-        can_swap = _sizes(model)[0] // layout.tp % layout.cp == 0
         engine.divide_passes((ContextParallel if can_swap else RingParallel)(setup.axis_groups["cp"]))
     return engine
 

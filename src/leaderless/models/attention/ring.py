@@ -78,11 +78,7 @@ class RingAttention:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:  # noqa: ARG002
         """Attend from this rank's tokens, of which there are T, to the keys that pass by from rank to rank."""
-        if not form.kind.sees_all:
-            raise RuntimeError(
-                "layers with a window or chunks are not supported where keys go around a ring of ranks: choose cp such "
-                "that it divides the heads of attention"
-            )
+        assert form.kind.sees_all, "refused when the model was divided"
         output: Tensor = _Ring.apply(query, key, value, form.sinks, self, form)  # type: ignore[no-untyped-call]
         return output
 
