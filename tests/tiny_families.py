@@ -51,7 +51,7 @@ _SIZES: Mapping[int | float, str] = {
     "shared_intermediate_size pronunciation_embed_dim shape_embed_dim",
     2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
     "num_decoder_layers depth num_blocks num_key_value_heads num_kv_heads n_kv_heads kv_n_heads eos_token_id "
-    "num_experts_per_tok moe_top_k top_k moe_topk moe_k top_k_experts",
+    "num_experts_per_tok num_experts_per_token moe_top_k top_k moe_topk moe_k top_k_experts",
     4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
     "num_experts num_local_experts n_routed_experts moe_num_experts rotary_dim",
     8: "head_dim attention_head_size v_head_dim qk_nope_head_dim kv_lora_rank global_head_dim dim_head "

@@ -27,6 +27,7 @@ from leaderless.config.models import ModelConfig
 from leaderless.data.prompts.images import PromptImage
 from leaderless.data.sources.hub import unreachable_hub
 from leaderless.models.attention.packed import ATTENTION_NAME, Attention
+from leaderless.models.attention.recurrence import passing, read_in_passes
 from leaderless.models.attention.shared_prompts import Family, PrefixAttention, Repeats, attention_over
 from leaderless.models.gradient_checkpointing import recompute_layers
 from leaderless.models.loading.support import (
@@ -121,6 +122,7 @@ class Decoder(Shardable):
     def __init__(self, model: PreTrainedModel) -> None:
         """Wrap a model that was loaded with this package's attention; weights keep their names."""
         super().__init__(model, model.get_input_embeddings().weight.shape[0])
+        read_in_passes(model)
         self.vocabulary_part: VocabularyPart | None = None
         """Words of which this rank has the embeddings for logits; all without it."""
         self.ignores_images = False
@@ -157,7 +159,8 @@ class Decoder(Shardable):
     ) -> Tensor:
         """Pass inputs through the layers; see `hidden_states`."""
         how = {"attention": attention, "kinds": self.attention_kinds}
-        output = self.text_model(**inputs, position_ids=positions.unsqueeze(-2), use_cache=False, **how)
+        with passing(attention):
+            output = self.text_model(**inputs, position_ids=positions.unsqueeze(-2), use_cache=False, **how)
         hidden: Tensor = output.last_hidden_state.squeeze(0)
         if self.has_head:
             return select.take(hidden) if isinstance(select, Repeats) else hidden.index_select(0, select)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from leaderless.config import RecipeError
+from leaderless.models.attention.recurrence import current_pass_attention, passing
 from leaderless.models.lora.dropout import current_pass
 
 # Without the wrapper that keeps what is called within from being compiled.
@@ -42,10 +43,10 @@ def _recompute(layer: nn.Module, forward: Callable[..., Tensor], *arguments: obj
     if not torch.is_grad_enabled():
         return forward(*arguments, **named)
     current = current_pass(layer)
-    dropout = current.dropout
+    dropout, attention = current.dropout, current_pass_attention()
 
     def compute(*arguments: object) -> Tensor:
-        with current.drops(dropout):
+        with current.drops(dropout), passing(attention):
             return forward(*arguments, **named)
 
     result: Tensor = _checkpoint(compute, *arguments, use_reentrant=False)

@@ -234,6 +234,10 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
             raise RecipeError.at(
                 key, f"a model {reason} cannot be divided along {', '.join(wrong)}: use {', '.join(able)}"
             )
+    if layout.cp > 1 and any(kind.is_recurrent for kind in model.attention_kinds):
+        raise RecipeError.at(
+            key, f"layers that read by recurrence cannot be divided along cp={layout.cp}: leave out cp"
+        )
     num_heads = _sizes(model)[0]
     can_swap = num_heads // layout.tp % layout.cp == 0
     if not can_swap and not all(kind.sees_all for kind in model.attention_kinds):

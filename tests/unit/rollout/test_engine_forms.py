@@ -9,6 +9,7 @@ import torch
 from tests.tiny import tiny_model
 from tests.tiny_families import tiny_config
 from tests.unit.models.test_attention_forms import KINDS
+from tests.unit.rollout.test_conversations import turns
 from tests.unit.rollout.test_native_engine import PROMPTS, engine_of, requests, sample
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -16,14 +17,16 @@ from transformers import AutoModelForCausalLM
 from leaderless.config.models import ModelConfig
 from leaderless.models.attention.packed import ATTENTION_NAME, PackedAttention
 from leaderless.models.causal_lm import CausalLM, load_causal_lm
-from leaderless.rollout.engine import Completion
+from leaderless.rollout.engine import Completion, Delta, Request
 from leaderless.rollout.native import engine as native
 from leaderless.rollout.native import kv_cache, segment_attention
 from leaderless.rollout.native.lean_forward import forward_of
 
 CPU = torch.device("cpu")
-FAMILIES = {"gpt_oss": {}, "gemma3_text": {}, "olmo3": {}, "mimo_v2_flash": {}, "phimoe": {}}
+FAMILIES = ["gpt_oss", "gemma3_text", "olmo3", "mimo_v2_flash", "mistral"]
 """Sinks, and layers with and without windows."""
+RECURRENT = ["qwen3_next", "qwen3_5_text", "kimi_linear", "lfm2", "bamba", "falcon_h1", "nemotron_h", "olmo_hybrid"]
+"""Linear attention, state spaces and short convolutions."""
 
 
 def scored(model: CausalLM, prompt: list[int], response: list[int]) -> Tensor:
@@ -62,20 +65,66 @@ def test_tokens_are_drawn_by_the_log_probabilities_of_the_trainer(
         assert [one.tokens for one in completions] != [one.tokens for one in plain]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_of_families_with_windows_and_sinks_are_those_of_transformers(family: str) -> None:
-    config = tiny_config(family, vocab_size=83, max_position_embeddings=256, **FAMILIES[family])
+def model_of(family: str) -> CausalLM:
+    config = tiny_config(family, vocab_size=83, max_position_embeddings=256)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        reference = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
-        for parameter in reference.parameters():
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+        for parameter in model.parameters():
             parameter.data.add_(0.1 * torch.randn(parameter.shape))
-    model = CausalLM(reference)
-    completions = sample(engine_of(model, max_sequences=4), temperature=0)
+    return CausalLM(model)
+
+
+@torch.no_grad()
+def check_greedy(model: CausalLM, completions: list[Completion]) -> None:
+    """Each token is the likeliest one by the modules of `transformers`."""
+    reference = model.model
     reference.set_attn_implementation("eager")
     asked = [request.prompt for request in requests() for _ in request.sample_ids]
     for prompt, completion in zip(asked, completions, strict=True):
         logits = reference(torch.tensor([prompt + completion.tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
         torch.testing.assert_close(chosen, logits.amax(1), atol=1e-4, rtol=0)
-    assert len(PROMPTS[3]) > 8 * (config.get_text_config().sliding_window or 0), "windows are exceeded"
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT])
+def test_tokens_of_each_family_are_those_of_transformers(family: str) -> None:
+    model = model_of(family)
+    check_greedy(model, sample(engine_of(model, max_sequences=4), temperature=0))
+    window = model.model.config.get_text_config().to_dict().get("sliding_window")
+    assert family in RECURRENT or len(PROMPTS[3]) > 8 * window, "windows are exceeded"
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "nemotron_h"])
+def test_states_go_on_where_prompts_are_read_in_parts_and_weights_change(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "PREFILL_TOKENS", 16)
+    monkeypatch.setattr(kv_cache, "SMALLEST_SLOT", 2)
+    model = model_of(family)
+    engine = engine_of(model, max_sequences=4)
+    step = engine.step
+
+    def step_with_stale_keys() -> list[Delta]:
+        engine._is_stale = bool(engine._active)  # as after new weights
+        return step()
+
+    monkeypatch.setattr(engine, "step", step_with_stale_keys)
+    check_greedy(model, sample(engine, temperature=0))
+
+
+@pytest.mark.parametrize("num_siblings", [1, 3])
+def test_a_turn_continues_the_states_of_its_conversation(num_siblings: int) -> None:
+    """What is known is not read again; but states cannot go back behind a token that has changed."""
+    engine, start = engine_of(model_of("qwen3_next"), max_sequences=8), [5, 9, 11, 2]
+    others = [Request(start, [*range(1, num_siblings)])] if num_siblings > 1 else []
+    (first, _), *_ = turns(engine, [Request(start, [0], conversation=0), *others])
+    again = [*start, *first.tokens, 7, 8]
+    changed = [*again]
+    changed[6] = 50
+    for prompt, num_known in ((again, len(start) + len(first.tokens) - 1), (changed, 0)):
+        (found, known), *_ = turns(engine, [Request(prompt, [20], conversation=0)])
+        (expected, _), *_ = turns(engine_of(model_of("qwen3_next")), [Request(prompt, [20])])
+        assert found.tokens == expected.tokens
+        assert found.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+        assert known == num_known

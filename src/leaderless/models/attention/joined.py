@@ -10,7 +10,7 @@ A window or a chunk leaves only the first tokens of a continuation, and the last
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
@@ -18,19 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from leaderless.models.attention.blocks import PromptBlock
 from leaderless.models.attention.form import AttentionForm, as_scores, gradient_of_sinks, seen_keys
 from leaderless.models.attention.length_buckets import LengthBucket, LengthBuckets
+from leaderless.models.attention.recurrence import Mixer, RecurrentPasses
 from leaderless.models.attention.some_keys import attend_some, gradients_of_some
 from leaderless.models.uploads import placed
 from leaderless.planner.memory.attention_kinds import AttentionKind
-
-
-@dataclass(frozen=True)
-class PromptBlock:
-    """Consecutive tokens that attend to themselves, causally, and to a prompt before them."""
-
-    before: range
-    own: range
 
 
 class Crossing(NamedTuple):
@@ -67,9 +61,20 @@ class JoinedAttention:
     def __init__(self, blocks: Sequence[PromptBlock], device: torch.device) -> None:
         """Plan calls for blocks that follow one another; those with the same prompt follow it."""
         self._blocks, self._device = blocks, device
-        self._buckets = LengthBuckets([len(block.own) for block in blocks], device)
-        self._positions = torch.cat([torch.arange(len(block.own)) + len(block.before) for block in blocks])
         self._calls: dict[AttentionKind, JoinedCalls] = {}
+
+    @cached_property
+    def _buckets(self) -> LengthBuckets:
+        return LengthBuckets([len(block.own) for block in self._blocks], self._device)
+
+    @cached_property
+    def _positions(self) -> Tensor:
+        """[T] int64 places of tokens in their sequences."""
+        return torch.cat([torch.arange(len(block.own)) + len(block.before) for block in self._blocks])
+
+    @cached_property
+    def _recurrent(self) -> RecurrentPasses:
+        return RecurrentPasses(self._blocks, self._device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:  # noqa: ARG002
         """Attend within blocks, and from continuations to their prompts."""
@@ -79,6 +84,10 @@ class JoinedAttention:
             calls = self._calls[form.kind] = JoinedCalls(self._buckets, masks, [*self._crossings(form.kind)])
         output: Tensor = _Joined.apply(query, key, value, form.sinks, calls, form)  # type: ignore[no-untyped-call]
         return output
+
+    def recur(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:  # noqa: ARG002
+        """Read blocks, continuations from the states behind their prompts on."""
+        return self._recurrent.recur(mixer, hidden)
 
     def _mask(self, bucket: LengthBucket, kind: AttentionKind) -> Tensor | None:
         """The mask of a bucket, in which padding comes after real tokens."""

@@ -7,7 +7,6 @@ Models are loaded with this package's attention function, which passes the queri
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import accumulate
 from typing import Protocol
 
@@ -15,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
+from typing_extensions import override
 
 from leaderless.models.attention import npu
+from leaderless.models.attention.blocks import PromptBlock
 from leaderless.models.attention.form import AttentionForm
-from leaderless.models.attention.joined import JoinedAttention, PromptBlock
-from leaderless.models.attention.length_buckets import LengthBuckets
+from leaderless.models.attention.joined import JoinedAttention
+from leaderless.models.attention.recurrence import Mixer
 from leaderless.planner.memory.attention_kinds import AttentionKind
 
 ATTENTION_NAME = "leaderless"
@@ -42,6 +43,18 @@ class Attention(Protocol):
 
         Returns:
             [T, query_heads, head_dim].
+        """
+
+    def recur(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        """Compute a layer that reads by recurrence, sequence by sequence.
+
+        Args:
+            layer: Number of the layer, from 0.
+            mixer: Layer.
+            hidden: [T, hidden_size], all tokens of the pass.
+
+        Returns:
+            [T, hidden_size].
         """
 
 
@@ -90,7 +103,7 @@ def keep_attention_apart() -> None:
     AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(_attention_function))  # type: ignore[no-untyped-call]
 
 
-class PackedAttention:
+class PackedAttention(JoinedAttention):
     """Causal attention within each of several consecutive sequences.
 
     Sequences of similar length are padded to a common length, for the attention only, and computed together. Padding
@@ -98,20 +111,15 @@ class PackedAttention:
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        self._lengths, self._device = lengths, device
-        self._buckets = LengthBuckets(lengths, device)
+        """Plan calls for sequences of some lengths."""
+        ends = [*accumulate(lengths)]
+        blocks = [PromptBlock(range(0), range(end - own, end)) for own, end in zip(lengths, ends, strict=True)]
+        super().__init__(blocks, device)
 
-    @cached_property
-    def _joined(self) -> JoinedAttention:
-        """The same for forms that have no kernel."""
-        ends = [*accumulate(self._lengths)]
-        blocks = [PromptBlock(range(0), range(end - own, end)) for own, end in zip(self._lengths, ends, strict=True)]
-        return JoinedAttention(blocks, self._device)
-
+    @override
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-        """Attend within each sequence, one padded call for each bucket of lengths."""
         if not form.is_plain:
-            return self._joined.attend(layer, query, key, value, form)
+            return super().attend(layer, query, key, value, form)
         parts = ([bucket.take(values) for values in (query, key, value)] for bucket in self._buckets.all)
         return self._buckets.join([attend_padded(q, k, v, None, form.scale) for q, k, v in parts])
 

@@ -21,6 +21,7 @@ from leaderless.models.attention.form import AttentionForm, gradient_of_sinks
 from leaderless.models.attention.joined import heads_first, tokens_first
 from leaderless.models.attention.length_buckets import LengthBuckets
 from leaderless.models.attention.packed import Attention
+from leaderless.models.attention.recurrence import Mixer
 from leaderless.models.attention.shared_prompts import Family, blocks_of
 from leaderless.models.attention.some_keys import attend_some, gradients_of_some
 from leaderless.models.parallel.context import ContextParallel
@@ -75,6 +76,10 @@ class RingAttention:
             yield (self.place - step) % self.peers.size, values
             if passing is not None:
                 values = passing.wait()
+
+    def recur(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        """Fail: such a model is refused when ranks divide its tokens."""
+        raise AssertionError(f"layer {layer} reads {len(hidden)} tokens of a part of a pass by {mixer}")
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:  # noqa: ARG002
         """Attend from this rank's tokens, of which there are T, to the keys that pass by from rank to rank."""

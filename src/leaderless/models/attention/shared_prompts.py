@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from inspect import signature
 from itertools import accumulate
 from typing import cast
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from leaderless.models.attention.blocks import PromptBlock
 from leaderless.models.attention.form import AttentionForm
-from leaderless.models.attention.joined import JoinedAttention, PromptBlock
+from leaderless.models.attention.joined import JoinedAttention
 from leaderless.models.attention.npu import MAX_SEQUENCES, FusionAttention, attend_packed, fusion_attention
 from leaderless.models.attention.packed import Attention, PackedAttention, attend_padded
+from leaderless.models.attention.recurrence import Mixer
 from leaderless.models.parallel.reductions import mapped
 from leaderless.models.uploads import placed
 
@@ -112,11 +114,11 @@ def _copies(blocks: Sequence[PromptBlock], device: torch.device) -> Repeats:
     return Repeats(rows, int(rows.max()) + 1, device)
 
 
-class VarlenAttention:
+class VarlenAttention(JoinedAttention):
     """FlashAttention over blocks of any length; the keys of a prompt are copied before each continuation's."""
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
-        self._device, self._blocks = device, (blocks := list(blocks_of(families)))
+        super().__init__(blocks := list(blocks_of(families)), device)
         lengths = torch.tensor([[0, 0], *([len(block.own), len(block.before) + len(block.own)] for block in blocks)])
         self._query_ends, self._key_ends = placed(lengths.cumsum(0).int().t().contiguous(), device)
         self._longest_query, self._longest_key = lengths.amax(0).tolist()
@@ -126,14 +128,10 @@ class VarlenAttention:
             partial(varlen_attn, enable_gqa=True) if "enable_gqa" in signature(varlen_attn).parameters else varlen_attn
         )
 
-    @cached_property
-    def _joined(self) -> JoinedAttention:
-        return JoinedAttention(self._blocks, self._device)
-
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Attend in one call of FlashAttention, which aligns the last query of a block with its last key."""
         if not form._replace(kind=replace(form.kind, window=None)).is_plain:
-            return self._joined.attend(layer, query, key, value, form)
+            return super().attend(layer, query, key, value, form)
         if self._copies is not None:
             key, value = self._copies.take(key), self._copies.take(value)
         output = self._attend(
@@ -150,34 +148,30 @@ class VarlenAttention:
         return cast("Tensor", output)
 
 
-class NpuAttention:
+class NpuAttention(JoinedAttention):
     """Ascend's fused attention over blocks, with the same keys as `VarlenAttention`."""
 
     def __init__(self, families: Sequence[Family], device: torch.device, fused: FusionAttention) -> None:
         self._fused = fused
-        self._device, self._blocks = device, (blocks := list(blocks_of(families)))
+        super().__init__(blocks := list(blocks_of(families)), device)
         self._query_ends = list(accumulate(len(block.own) for block in blocks))
         self._key_ends = list(accumulate(len(block.before) + len(block.own) for block in blocks))
         self._copies = _copies(blocks, device) if any(block.before for block in blocks) else None
 
-    @cached_property
-    def _joined(self) -> JoinedAttention:
-        return JoinedAttention(self._blocks, self._device)
-
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Attend in one call of the fused kernel, with prompts copied for each continuation."""
         if not form.is_plain:
-            return self._joined.attend(layer, query, key, value, form)
+            return super().attend(layer, query, key, value, form)
         if self._copies is not None:
             key, value = self._copies.take(key), self._copies.take(value)
         return attend_packed(self._fused, query, key, value, self._query_ends, self._key_ends, form.scale)
 
 
-class ExpandedAttention:
+class ExpandedAttention(JoinedAttention):
     """Attention of continuations that each have a copy of their prompt."""
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
-        blocks = list(blocks_of(families))
+        super().__init__(blocks := list(blocks_of(families)), device)
         self._copies = _copies(blocks, device)
         self._packed = PackedAttention([len(block.before) + len(block.own) for block in blocks], device)
         is_own = [is_own for block in blocks for is_own in [False] * len(block.before) + [True] * len(block.own)]
@@ -228,6 +222,10 @@ class PrefixAttention:
             after = _Continuations(begin, family, device) if family.continuations else None
             self._families.append((slice(begin, begin + family.prompt), after))
             begin += family.num_tokens
+
+    def recur(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:  # noqa: ARG002
+        """Refuse: a recurrence has a direction."""
+        raise RuntimeError(f"layer {layer} reads by recurrence, but prompts are read in both directions")
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Attend within each prompt, then from its continuations to the prompt and themselves."""

@@ -34,6 +34,8 @@ _LARGEST: Mapping[str, int] = {
     "embed_dim": 320,
 }
 """Sizes of a small model, where a large one has more."""
+_STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("n_mamba_heads", "mamba_headdim"))
+"""Number and size of the heads of state spaces."""
 _PER_LAYER = {"deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]}
 """Layers of the part that sees, whose outputs go elsewhere, too."""
 
@@ -100,6 +102,10 @@ def _shrink(part: PreTrainedConfig) -> None:
             others = [one for one in dict.fromkeys(lists["layer_types"]) if one not in types]
             changed["layer_types"] = [*types[: NUM_LAYERS - len(others)], *others]
     changed |= {name: value for name, value in _PER_LAYER.items() if getattr(part, name, None)}
+    for number, size in _STATE_HEADS:  # together they are as wide as the layer
+        has_own_width = getattr(part, "mamba_d_ssm", None) is not None
+        if "hidden_size" in changed and hasattr(part, number) and not has_own_width:
+            changed[number] = max(1, int(part.mamba_expand * changed["hidden_size"]) // getattr(part, size))
     for name, value in changed.items():
         setattr(part, name, value)
     words = changed.get("vocab_size")

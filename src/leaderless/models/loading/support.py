@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,8 +27,10 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 
 from leaderless.config import RecipeError
 from leaderless.models.attention.form import AttentionForm
-from leaderless.models.attention.packed import ATTENTION_NAME, Attention, PackedAttention
-from leaderless.models.attention.shared_prompts import Family, PrefixAttention
+from leaderless.models.attention.joined import JoinedAttention
+from leaderless.models.attention.packed import ATTENTION_NAME, Attention
+from leaderless.models.attention.recurrence import Mixer, passing, read_in_passes
+from leaderless.models.attention.shared_prompts import Family, PrefixAttention, blocks_of
 from leaderless.planner.checks.model_files import BOTH_WAYS, SEEING
 from leaderless.planner.memory.attention_kinds import SETTINGS, AttentionKind, attention_kinds
 
@@ -37,10 +39,10 @@ LLAVA_TEXT = ("llama", "qwen2", "qwen3")
 PALIGEMMA_TEXT = ("gemma",)
 """The same of type paligemma; models of PaliGemma 2 have windows and softcapped logits."""
 _IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-_LENGTHS = (5, 9)
-"""Lengths of the two sequences with which a model is tried."""
+_FAMILIES = (Family(5, ()), Family(4, (1, 5)))
+"""Sequences with which a model is tried, two of which share a prompt."""
 _WINDOW = 4
-"""Tokens of the windows and chunks of a model while it is tried."""
+"""Tokens of the windows and chunks of a model while it is tried, which sequences exceed."""
 _TOLERANCE = 1e-2
 """Largest error of a logit, in standard deviations of all logits; rounding stays far below it."""
 
@@ -69,12 +71,13 @@ def check_finite(values: Tensor, name: str, file: Path) -> None:
 def check_supported(model: PreTrainedModel, key: str) -> None:
     """Refuse a model that needs something this package does not support.
 
-    It is in float32 and has this package's attention; the key of its setting is for errors. The model is tried on two
+    It is in float32 and has this package's attention; the key of its setting is for errors. The model is tried on three
     short sequences: packed into one pass, with this package's attention, it has to give the logits of each sequence
-    alone with its own attention.
+    alone with its own attention. Two of them share a prompt, and all exceed the windows of the trial.
     """
     was_training = model.training
     model.eval()
+    read_in_passes(model)
     try:
         with _narrow_windows(model):
             problem = _try_packed(model)
@@ -176,39 +179,52 @@ def _narrow_windows(model: PreTrainedModel) -> Iterator[None]:
 @torch.no_grad()
 def _try_packed(model: PreTrainedModel) -> str:
     """Describe what is wrong with a model; empty if nothing is."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    sequences = [torch.arange(length) * 7919 % vocabulary for length in _LENGTHS]
-    device, is_prefix = torch.device("cpu"), reads_both_ways(model.config)
-    rows = [Family(length, ()) for length in _LENGTHS]
-    watched = _Watched(PrefixAttention(rows, device) if is_prefix else PackedAttention(_LENGTHS, device))
-    hidden = model.base_model(
-        input_ids=torch.cat(sequences)[None],
-        position_ids=torch.cat([torch.arange(length) for length in _LENGTHS])[None],
-        use_cache=False,
-        attention=watched,
-        kinds=kinds_of(model.config),
-    ).last_hidden_state[0]
-    num_layers = model.config.get_text_config().num_hidden_layers
-    if watched.calls != Counter(range(num_layers)):
-        return f"their attention runs {sum(watched.calls.values())} times in a pass through {num_layers} layers"
+    vocabulary, is_prefix = model.get_input_embeddings().weight.shape[0], reads_both_ways(model.config)
+    families = [Family(family.longest, ()) for family in _FAMILIES] if is_prefix else _FAMILIES
+    tokens = torch.arange(sum(family.num_tokens for family in families)) * 7919 % vocabulary
+    device, sequences = torch.device("cpu"), [*_sequences(families)]
+    positions = torch.zeros_like(tokens)
+    for places in sequences:
+        positions[places] = torch.arange(len(places))
+    attention = PrefixAttention(families, device) if is_prefix else JoinedAttention([*blocks_of(families)], device)
+    watched, how = _Watched(attention), {"use_cache": False, "kinds": (kinds := kinds_of(model.config))}
+    with passing(watched):
+        hidden = model.base_model(
+            input_ids=tokens[None], position_ids=positions[None], attention=watched, **how
+        ).last_hidden_state[0]
+    num_layers, calls = model.config.get_text_config().num_hidden_layers, watched.calls
+    missing = {*range(num_layers)} - {*calls}
+    if max(calls.values(), default=1) > 1 or any(kinds[layer].has_attention for layer in missing):
+        return f"their attention runs {calls.total()} times in a pass through {num_layers} layers"
     model.set_attn_implementation("eager")
     # A language model may change its logits further, so these are compared; else the inputs of the head.
     head = model.get_output_embeddings()
-    kinds = [{"token_type_ids": torch.zeros_like(s)[None]} if is_prefix else {} for s in sequences]
-    inputs = [{"input_ids": s[None], "use_cache": False, **one} for s, one in zip(sequences, kinds, strict=True)]
-    if head is None:
-        packed, outputs = hidden, [model.base_model(**one).last_hidden_state[0] for one in inputs]
-    else:
-        packed, outputs = head(hidden), [model(**one).logits[0] for one in inputs]
-    alone = torch.cat(outputs)
-    error = float((packed - alone).abs().max() / alone.std().clamp(min=1e-6))
+    packed, errors, spread = hidden if head is None else head(hidden), list[Tensor](), list[Tensor]()
+    for places in sequences:
+        kind = {"token_type_ids": torch.zeros_like(places)[None]} if is_prefix else {}
+        inputs = {"input_ids": tokens[places][None], "use_cache": False, **kind}
+        alone = model.base_model(**inputs).last_hidden_state[0] if head is None else model(**inputs).logits[0]
+        errors.append((packed[places] - alone).abs().max())
+        spread.append(alone.flatten())
+    error = float(torch.stack(errors).max() / torch.cat(spread).std().clamp(min=1e-6))
     if not error < _TOLERANCE:
         return f"packed sequences give other logits than each alone, by {error:.2g} standard deviations"
     return ""
 
 
+def _sequences(families: Sequence[Family]) -> Iterator[Tensor]:
+    """The places of the tokens of each sequence of a pass, with its prompt."""
+    end = 0
+    for family in families:
+        begin, end = end, end + family.prompt
+        prompt = torch.arange(begin, end)
+        for length in family.continuations or (0,):
+            yield torch.cat([prompt, torch.arange(end, end + length)])
+            end += length
+
+
 class _Watched:
-    """Attention that counts its calls."""
+    """Attention that counts its calls by layer."""
 
     def __init__(self, attention: Attention) -> None:
         self.attention = attention
@@ -218,6 +234,10 @@ class _Watched:
         """Count the call of this layer, and attend."""
         self.calls[layer] += 1
         return self.attention.attend(layer, query, key, value, form)
+
+    def recur(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        """Read by recurrence."""
+        return self.attention.recur(layer, mixer, hidden)
 
 
 _KINDS = {

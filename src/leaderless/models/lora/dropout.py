@@ -21,6 +21,7 @@ from torch.nn.functional import linear
 
 from leaderless.models.attention.form import AttentionForm
 from leaderless.models.attention.packed import Attention
+from leaderless.models.attention.recurrence import Mixer
 from leaderless.planner.memory.limits import MAX_WORDS
 
 _CURRENT = "current_pass"
@@ -84,6 +85,12 @@ class DroppingAttention:
 
     attention: Attention
     dropout: Dropout
+
+    def recur(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:  # noqa: ARG002
+        """Refuse: the inputs of such layers are not laid out as the tokens of the pass."""
+        raise RuntimeError(
+            f"layer {layer} reads by recurrence, for which dropout of adapters is not supported: set lora.dropout to 0"
+        )
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Attend as the pass does without dropout, which is for adapters alone."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.attention.form import AttentionForm
 from leaderless.models.attention.packed import Attention
+from leaderless.models.attention.recurrence import Mixer
 from leaderless.models.attention.shared_prompts import Family, attention_over
 from leaderless.models.parallel.reductions import mapped
 
@@ -104,6 +105,10 @@ class UlyssesAttention:
     def __init__(self, whole: Attention, peers: ProcessGroup) -> None:
         """Attend like `whole`, which knows the tokens of all ranks, but to a part of the heads."""
         self._whole, self._peers = whole, peers
+
+    def recur(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        """Fail: such a model is refused when ranks divide its tokens."""
+        raise AssertionError(f"layer {layer} reads {len(hidden)} tokens of a part of a pass by {mixer}")
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Attend to all tokens with a part of the heads; T is the number of this rank's tokens.

@@ -16,7 +16,11 @@ SETTINGS = (
 )
 """Settings of a model that say how its layers attend."""
 FULL_LAYER, WINDOW_LAYER, CHUNK_LAYER = "full_attention", "sliding_attention", "chunked_attention"
-"""Types of layers that can be computed, as `layer_types` names them."""
+"""Types of layers with attention, as `layer_types` names them."""
+RECURRENT_LAYERS = ("linear_attention", "conv")
+"""Types of layers that read by recurrence alone; those of type hybrid also have attention."""
+SINGLE_TOKEN_LAYERS = ("mlp", "moe")
+"""Types of layers that read each token alone."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,15 @@ class AttentionKind:
         chunk: Tokens of the chunks into which a sequence is divided, which attend to themselves alone; None for one
             chunk.
         softcap: Number c that bounds scores s, as c tanh(s / c); None for no bound.
+        is_recurrent: Whether the layer has a state that its tokens change, one after the other.
+        has_attention: Whether its tokens attend at all.
     """
 
     window: int | None = None
     chunk: int | None = None
     softcap: float | None = None
+    is_recurrent: bool = False
+    has_attention: bool = True
 
     @property
     def sees_all(self) -> bool:
@@ -61,7 +69,10 @@ def attention_kinds(described: Mapping[str, Any]) -> tuple[AttentionKind, ...]:
     window, chunk = described.get("sliding_window"), described.get("attention_chunk_size")
     if described.get("use_sliding_window") is False:
         window = None
-    sizes = {FULL_LAYER: {}, WINDOW_LAYER: {"window": window}, CHUNK_LAYER: {"chunk": chunk}}
+    sizes: dict[str, dict[str, Any]] = {WINDOW_LAYER: {"window": window}, CHUNK_LAYER: {"chunk": chunk}}
+    sizes |= {FULL_LAYER: {}, "hybrid": {"is_recurrent": True}}
+    sizes |= {name: {"has_attention": False, "is_recurrent": True} for name in RECURRENT_LAYERS}
+    sizes |= {name: {"has_attention": False} for name in SINGLE_TOKEN_LAYERS}
     usual = FULL_LAYER if window is None else WINDOW_LAYER
     types = described.get("layer_types") or [usual] * int(described["num_hidden_layers"])
     if unknown := sorted({*types} - {*sizes}):

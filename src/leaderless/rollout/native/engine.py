@@ -409,6 +409,7 @@ class NativeEngine:
             if prompt.is_shared and prompt.segment is not None:
                 texts[prompt.segment] = None, prompt.tokens, prompt
             shared, own = (prompt.segment, new) if prompt.is_shared else (None, (*prompt.tokens, *new))
+            segment.states.clear()
             texts[segment] = shared, own, prompt
         # A prompt is read in the pass of the responses that share it, or in an earlier one.
         for parts in passes_of(texts, PREFILL_TOKENS):

@@ -7,12 +7,13 @@ they stay in slots behind the active ones, where no pass reads them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from leaderless.models.attention.recurrence import LayerStates, Mixer
 from leaderless.models.uploads import placed
 from leaderless.planner.memory.limits import MOST_SPARE_SLOTS, SMALLEST_SLOT
 
@@ -23,12 +24,14 @@ LayerKeysValues = tuple[Tensor, Tensor]
 class Segment:
     """Consecutive tokens of a sequence, whose keys and values lie in a slot of `home`.
 
-    Its length includes the tokens that the current pass writes.
+    Its length includes the tokens that the current pass writes. Layers that read by recurrence have states behind its
+    last token, by the number of the layer.
     """
 
     length: int
     home: KeyValueStore
     slot: int
+    states: dict[int, LayerStates] = field(default_factory=dict)
 
 
 class KeyValueStore(Protocol):
@@ -219,6 +222,7 @@ class SegmentStore:
         """Start without segments; stores share shapes, so that segments can be copied between them."""
         self._shapes = shapes
         self._sizes: dict[int, Slots] = {}
+        self._batches: dict[int, tuple[LayerStates, list[LayerStates]]] = {}
 
     def __iter__(self) -> Iterator[Slots]:
         """Iterate over slots that have active segments, the smallest first."""
@@ -234,6 +238,7 @@ class SegmentStore:
         joined = slots.add(first.length + second.length)
         slots.copy(first, joined, 0)
         slots.copy(second, joined, first.length)
+        joined.states = {layer: states.copy() for layer, states in second.states.items()}
         return joined
 
     def resume(self, segment: Segment, num_known: int, length: int) -> None:
@@ -246,6 +251,23 @@ class SegmentStore:
         else:
             segment.home.activate(segment)
         segment.length = length
+
+    def recur(self, layer: int, mixer: Mixer, hidden: Tensor, prompts: Sequence[Segment | None]) -> Tensor:
+        """Read a token of each active segment, [n, hidden_size], by recurrence; the first one after its prompt."""
+        segments = [segment for slots in self for segment in slots.segments]
+        batch, parts = self._batches.get(layer, (LayerStates(), []))
+        own = [
+            segment.states[layer] if prompt is None or layer in segment.states else prompt.states[layer]
+            for segment, prompt in zip(segments, prompts, strict=True)
+        ]
+        if len(own) != len(parts) or any(one is not part for one, part in zip(own, parts, strict=True)):
+            # States stay next to one another until responses come, go or move, or are read again.
+            batch = LayerStates.joined(own)
+            parts = [batch.taken(slice(row, row + 1)) for row in range(len(segments))]
+            for segment, part in zip(segments, parts, strict=True):
+                segment.states[layer] = part
+            self._batches[layer] = batch, parts
+        return batch.advanced(mixer, hidden.unsqueeze(1)).squeeze(1)
 
     def grow(self) -> bool:
         """Move active segments that fill their slots into larger ones; return whether there were any."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from leaderless.distributed.errors import is_out_of_memory
 from leaderless.models.attention.form import AttentionForm
 from leaderless.models.attention.packed import Attention
+from leaderless.models.attention.recurrence import Mixer
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.compiled_layers import compiled
 from leaderless.models.lora.linear import LoraLinear
@@ -58,6 +59,10 @@ def rotate(values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 class RotatingAttention(ABC):
     """Attention that rotates queries and keys itself, while it writes keys."""
+
+    def recur(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        """Fail: families that read by recurrence go through their own modules."""
+        raise AssertionError(f"layer {layer} reads {len(hidden)} tokens by {mixer}")
 
     @abstractmethod
     def attend(

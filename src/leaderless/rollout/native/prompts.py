@@ -178,6 +178,8 @@ class KeptConversations:
         most = min(segment.length, len(prompt) - 1)
         if tokens[:most] != prompt[:most]:
             most = next(place for place in range(most) if tokens[place] != prompt[place])
+        if segment.states and most < segment.length:
+            return 0  # states cannot go back to an earlier token
         return num_alike(seen, images, most)
 
     def experts(self, conversation: int, num_known: int) -> list[bytes]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from leaderless.models.attention.form import AttentionForm, as_scores, seen_keys
 from leaderless.models.attention.packed import Attention, PackedAttention, attend_padded
+from leaderless.models.attention.recurrence import LayerStates, Mixer
 from leaderless.models.attention.shared_prompts import Family, PrefixAttention
 from leaderless.models.attention.some_keys import attend_some, bounded, flash_on_cpu
 from leaderless.models.scoring import bmm_in_float32
@@ -126,6 +127,7 @@ class SharedPrompts:
         for row, prompt in enumerate(prompts):
             if prompt is not None:
                 readers.setdefault(prompt, []).append(row)
+        self.prompts = prompts
         self.lengths = torch.tensor([0 if prompt is None else prompt.length for prompt in prompts])
         self.tiers: list[_Tier] = []
         self._readers: list[Tensor] = []
@@ -194,7 +196,7 @@ class DecodeAttention:
 
     def __init__(self, store: SegmentStore, shared: SharedPrompts | None, device: torch.device) -> None:
         """Prepare a pass over a store with room for one more token in each segment; `shared` are prompts outside."""
-        self.shared = shared
+        self.shared, self._store = shared, store
         self._tiers: list[_Tier] = []
         own: list[int] = []
         for slots in store:
@@ -219,6 +221,10 @@ class DecodeAttention:
                 own = [tier.seen_from(part) for tier, part in zip(self._tiers, of_own, strict=True)]
             self._seen[kind] = own, shared.seen_from(first) if shared else []
         return self._seen[kind]
+
+    def recur(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        """Read the new token of each row after the states of its segment."""
+        return self._store.recur(layer, mixer, hidden, self.shared.prompts if self.shared else [None] * len(hidden))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Write the new token of each row, and attend tier by tier, then to shared prompts."""
@@ -269,7 +275,7 @@ class PrefillAttention:
 
         What the device needs to know of it is `placed` there.
         """
-        counts = [part.count for part in parts]
+        self._parts, counts = parts, [part.count for part in parts]
         tokens = torch.split(torch.arange(sum(counts)), counts)
         self._writes: list[tuple[KeyValueStore, Tensor, Tensor]] = []
         for home in dict.fromkeys(part.segment.home for part in parts):
@@ -285,6 +291,16 @@ class PrefillAttention:
             _LaterBlocks(group, device) for group in _grouped([x for x in later if x.part.prompt is None])
         ]
         self._later += [_AfterPrompt(block, device) for block in after]
+
+    def recur(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        """Read each part after the states of its segment, or of the prompt before it, and keep the states behind it."""
+        results: list[Tensor] = []
+        for part, rows in zip(self._parts, torch.split(hidden, [part.count for part in self._parts]), strict=True):
+            before = part.segment if part.begin else part.prompt
+            states = LayerStates() if before is None else before.states[layer].copy()
+            results.append(mixer(rows.unsqueeze(0), states).squeeze(0))
+            part.segment.states[layer] = states
+        return torch.cat(results)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Write all keys and values, then attend: first the parts that begin a text, then the later ones."""

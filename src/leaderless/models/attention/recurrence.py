@@ -1,0 +1,241 @@
+"""Layers that read by recurrence: linear attention, state spaces and short convolutions, of packed sequences.
+
+Such a layer of `transformers` computes all but its convolution and its recurrence token by token. So it is called with
+the sequences of a pass as rows of a batch, where padding behind the last token changes nothing before it. What a layer
+has to know of a prompt is its state: that of a prompt which sequences share is computed once, and begins each of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from leaderless.models.attention.blocks import PromptBlock
+from leaderless.models.attention.length_buckets import LengthBuckets
+from leaderless.models.uploads import placed
+
+if TYPE_CHECKING:
+    from leaderless.models.attention.packed import Attention
+
+_PASS: ContextVar[Attention | None] = ContextVar("attention of the pass", default=None)
+_WITHOUT_CONVOLUTION = ("LightningAttention",)
+"""Endings of the names of layers that read by recurrence, and have no convolution by which they are recognized."""
+
+
+@dataclass
+class LayerStates:
+    """States of a layer after the sequences of a batch, as a cache of `transformers` for this layer.
+
+    Attributes:
+        convolutions: [n, channels, kernel] last inputs of convolutions, by their number in the layer.
+        recurrences: [n, ...] states of recurrences, by their number in the layer.
+    """
+
+    convolutions: dict[int, Tensor] = field(default_factory=dict)
+    recurrences: dict[int, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def joined(cls, parts: Sequence[LayerStates]) -> LayerStates:
+        """The states of several batches, as of one."""
+        convolutions, recurrences = (
+            {number: torch.cat([kind[number] for kind in kinds]) for number in kinds[0]}
+            for kinds in ([one.convolutions for one in parts], [one.recurrences for one in parts])
+        )
+        return cls(convolutions, recurrences)
+
+    def taken(self, rows: Tensor | slice) -> LayerStates:
+        """The states of some rows; a copy if they are given by their numbers."""
+        convolutions, recurrences = (
+            {number: states[rows] for number, states in kind.items()} for kind in (self.convolutions, self.recurrences)
+        )
+        return LayerStates(convolutions, recurrences)
+
+    def copy(self) -> LayerStates:
+        """The same states in memory of their own."""
+        return LayerStates.joined([self])
+
+    def advanced(self, mixer: Mixer, rows: Tensor) -> Tensor:
+        """Read tokens, [n, tokens, hidden_size], and update the states in place."""
+        own = LayerStates({**self.convolutions}, {**self.recurrences})
+        result = mixer(rows, own)
+        for kept, found in ((self.convolutions, own.convolutions), (self.recurrences, own.recurrences)):
+            for number, states in found.items():
+                if states is not kept[number]:
+                    kept[number].copy_(states)
+        return result
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:  # noqa: ARG002
+        """The last inputs of a convolution; None before the first token."""
+        return self.convolutions.get(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:  # noqa: ARG002
+        """The state of a recurrence; None before the first token."""
+        return self.recurrences.get(state_idx)
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,  # noqa: ARG002
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: object,
+    ) -> Tensor:
+        """Add inputs [n, channels, tokens] of a convolution; returns them with those before them."""
+        before = self.convolutions.get(state_idx)
+        inputs = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
+        kernel = conv_kernel_size or (conv_states if before is None else before).shape[-1]
+        inputs = pad(inputs, (max(0, kernel - inputs.shape[-1]), 0))
+        self.convolutions[state_idx] = inputs[..., -kernel:]
+        return inputs
+
+    def update_recurrent_state(
+        self,
+        recurrent_states: Tensor,
+        layer_idx: int,  # noqa: ARG002
+        state_idx: int = 0,
+        **_: object,
+    ) -> Tensor:
+        """Replace the state of a recurrence."""
+        self.recurrences[state_idx] = recurrent_states
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:  # noqa: ARG002
+        """Whether there are tokens before."""
+        return bool(self.convolutions or self.recurrences)
+
+    def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
+        """Whether states of earlier tokens are kept, too; they are not."""
+        return False
+
+
+class Mixer(Protocol):
+    """A layer that reads by recurrence."""
+
+    def __call__(self, rows: Tensor, states: LayerStates | None = None) -> Tensor:
+        """Read the tokens of sequences, [n, tokens, hidden_size], after what states know, which are updated."""
+
+
+@contextmanager
+def passing(attention: Attention | None) -> Iterator[None]:
+    """Let layers that read by recurrence know the pass in which they are called."""
+    token = _PASS.set(attention)
+    try:
+        yield
+    finally:
+        _PASS.reset(token)
+
+
+def current_pass_attention() -> Attention | None:
+    """The attention of the pass in which a layer is called, for one that recomputes it later."""
+    return _PASS.get()
+
+
+def read_in_passes(model: nn.Module) -> None:
+    """Have the layers of a model that read by recurrence do so in packed passes, from now on."""
+    for module in model.modules():
+        if _is_mixer(module) and not isinstance(module.forward, partial):
+            module.forward = partial(_mix, module, module.forward)
+
+
+def _is_mixer(module: nn.Module) -> bool:
+    has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
+    is_named = type(module).__name__.endswith(_WITHOUT_CONVOLUTION)
+    return isinstance(getattr(module, "layer_idx", None), int) and (has_convolution or is_named)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _mix(
+    module: nn.Module,
+    forward: Callable[..., Tensor | tuple[Tensor, ...]],
+    hidden_states: Tensor,
+    *rest: object,
+    **named: object,
+) -> Tensor | tuple[Tensor, ...]:
+    """Call a layer with [1, T, hidden_size] tokens of a pass; outside of one, as `transformers` does."""
+    attention = _PASS.get()
+    if attention is None:
+        return forward(hidden_states, *rest, **named)
+    cache = "cache" if "cache" in inspect.signature(forward).parameters else "cache_params"
+    kinds: set[type] = set()
+
+    def mixer(rows: Tensor, states: LayerStates | None = None) -> Tensor:
+        found = forward(rows, **{cache: states})
+        kinds.add(type(found))
+        return found if isinstance(found, Tensor) else found[0]
+
+    mixed = attention.recur(cast("int", module.layer_idx), mixer, hidden_states.squeeze(0)).unsqueeze(0)
+    return (mixed, cast("Tensor", None)) if tuple in kinds else mixed
+
+
+class _Rows:
+    """Sequences that are read in one call, padded to the longest."""
+
+    def __init__(self, members: Sequence[range], before: Tensor | None, device: torch.device) -> None:
+        """Plan to read tokens of a pass after the prompts with the numbers `before`."""
+        # A single token after others would be read in place, as while decoding, which leaves no gradient.
+        longest = max([2 * (before is not None), *map(len, members)])
+        steps, ends = torch.arange(longest), torch.tensor([[own.stop - 1] for own in members])
+        tokens = torch.minimum(torch.tensor([[own.start] for own in members]) + steps, ends)
+        is_real = steps < torch.tensor([[len(own)] for own in members])
+        self._tokens = placed(tokens.flatten(), device)
+        self._shape = tokens.shape
+        self._real = placed(is_real.flatten().nonzero().squeeze(1), device)
+        self.before = None if before is None else placed(before, device)
+        self.places = torch.cat([torch.arange(own.start, own.stop) for own in members])
+
+    def read(self, mixer: Mixer, hidden: Tensor, states: LayerStates | None) -> Tensor:
+        """The results of the real tokens, in the order of `places`."""
+        rows = hidden.index_select(0, self._tokens).view(*self._shape, hidden.shape[1])
+        return mixer(rows, states).flatten(0, 1).index_select(0, self._real)
+
+
+class RecurrentPasses:
+    """Calls in which layers read the blocks of a pass: first those that begin a sequence, then continuations."""
+
+    def __init__(self, blocks: Sequence[PromptBlock], device: torch.device) -> None:
+        shared = list(dict.fromkeys(block.before for block in blocks if block.before))
+        alone = [block.own for block in blocks if not block.before and block.own not in set(shared)]
+        # The state behind padding would not be that of the prompt, so that those read together are equally long.
+        by_length: dict[int, list[range]] = {}
+        for prompt in shared:
+            by_length.setdefault(len(prompt), []).append(prompt)
+        self._prompts = [_Rows(members, None, device) for members in by_length.values()]
+        number = {prompt: place for place, prompt in enumerate(one for some in by_length.values() for one in some)}
+        later = [block for block in blocks if block.before]
+        self._rest = [_Rows([alone[i] for i in some], None, device) for some in _alike([*map(len, alone)])]
+        for some in _alike([len(block.own) for block in later]):
+            before = torch.tensor([number[later[i].before] for i in some])
+            self._rest.append(_Rows([later[i].own for i in some], before, device))
+        places = torch.cat([rows.places for rows in (*self._prompts, *self._rest)])
+        self._order = placed(places.argsort(), device)
+
+    def recur(self, mixer: Mixer, hidden: Tensor) -> Tensor:
+        """Read [T, hidden_size] tokens of a pass."""
+        found, kept = list[Tensor](), list[LayerStates]()
+        for rows in self._prompts:
+            kept.append(states := LayerStates())
+            found.append(rows.read(mixer, hidden, states))
+        known = LayerStates.joined(kept) if kept else None
+        for rows in self._rest:
+            after = None if rows.before is None or known is None else known.taken(rows.before)
+            found.append(rows.read(mixer, hidden, after))
+        return torch.cat(found).index_select(0, self._order)
+
+
+def _alike(lengths: Sequence[int]) -> list[list[int]]:
+    """The numbers of sequences of similar length, in groups, as of `LengthBuckets`."""
+    if not lengths:
+        return []
+    starts = torch.tensor([0, *lengths]).cumsum(0)[:-1].tolist()
+    number = {start: place for place, start in enumerate(starts)}
+    buckets = LengthBuckets(lengths, torch.device("cpu"))
+    return [[number[begin] for begin in bucket.begins.tolist()] for bucket in buckets.all]
