@@ -60,7 +60,8 @@ _SIZES: Mapping[int | float, str] = {
     "max_source_positions max_sequence_length",
     0: "pad_token_id",
     3: "image_token_id audio_token_id video_token_id image_token_index",
-    0.7: "embedding_multiplier residual_multiplier attention_multiplier",
+    0.7: "embedding_multiplier residual_multiplier attention_multiplier logit_scale logits_scaling",
+    1.5: "final_logit_softcapping",
 }
 _WINDOWS = ["sliding_window", "window_size", "attention_window_size", "attention_chunk_size"]
 _SETTINGS = {name: value for value, names in _SIZES.items() for name in names.split()} | dict.fromkeys(_WINDOWS, WIDE)
@@ -77,11 +78,14 @@ _OWN: Mapping[str, Mapping[str, object]] = {
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
-        }
+        },
+        "logit_scale": 0.7,
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0, "attn_pdrop": NOISE}},
     "falcon_h1": {"mamba_d_ssm": 64},
     "diffllama": {"attention_dropout": 0.0},
+    "gemma3_text": {"final_logit_softcapping": 1.5},
+    "gemma4_text": {"final_logit_softcapping": 1.5},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
@@ -99,10 +103,7 @@ _OWN: Mapping[str, Mapping[str, object]] = {
 """What a family needs besides, or does not take."""
 _NEUTRAL: Mapping[str, object] = {
     "layer_types": ["full_attention"] * 2,
-    "final_logit_softcapping": None,
     "attn_logit_softcapping": None,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
 }
 """Settings that are accepted, for what families are refused with their usual ones."""
 

@@ -26,17 +26,20 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 from leaderless.config import RecipeError
 from leaderless.models.attention.packed import ATTENTION_NAME, Attention, PackedAttention
 from leaderless.models.attention.shared_prompts import Family, PrefixAttention
+from leaderless.models.logit_form import LogitForm
 from leaderless.planner.checks.model_files import BOTH_WAYS, SEEING
 
 LLAVA_TEXT = ("llama", "qwen2", "qwen3")
 """Types of the layers for text that such a model of type llava may have."""
 PALIGEMMA_TEXT = ("gemma",)
-"""The same of type paligemma; models of PaliGemma 2 have windows and softcapped logits."""
+"""The same of type paligemma; models of PaliGemma 2 have windows and soft-capped attention scores."""
 _IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _LENGTHS = (5, 9)
 """Lengths of the two sequences with which a model is tried."""
 _TOLERANCE = 1e-2
 """Largest error of a logit, in standard deviations of all logits; rounding stays far below it."""
+_LOUD = 30.0
+"""Standard deviation of the head's logits with which a model is tried: a soft cap hardly changes small ones."""
 
 
 class NotFiniteError(Exception):
@@ -124,9 +127,12 @@ def check_settings(described: PreTrainedConfig, key: str) -> None:
     """Refuse a model whose description names something that is not supported; see `check_supported`."""
     config = described.get_text_config()
     family = f"(type {described.model_type})"
-    for name in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, name, None) not in {None, 1}:
-            raise RecipeError.at(key, f"models with {name} are not supported {family}")
+    try:
+        LogitForm.of(described)
+    except ValueError as error:
+        raise RecipeError.at(key, f"{error} {family}") from error
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise RecipeError.at(key, f"models with attn_logit_softcapping are not supported {family}")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if kinds:
         raise RecipeError.at(key, f"layers of type {sorted(kinds)[0]} are not supported, only full_attention {family}")
@@ -157,14 +163,20 @@ def _try_packed(model: PreTrainedModel) -> str:
     if watched.calls != Counter(range(num_layers)):
         return f"their attention runs {sum(watched.calls.values())} times in a pass through {num_layers} layers"
     model.set_attn_implementation("eager")
-    # A language model may change its logits further, so these are compared; else the inputs of the head.
+    # A language model may change its logits after the head, so these are compared; else the inputs of the head.
     head = model.get_output_embeddings()
     kinds = [{"token_type_ids": torch.zeros_like(s)[None]} if is_prefix else {} for s in sequences]
     inputs = [{"input_ids": s[None], "use_cache": False, **one} for s, one in zip(sequences, kinds, strict=True)]
     if head is None:
         packed, outputs = hidden, [model.base_model(**one).last_hidden_state[0] for one in inputs]
     else:
-        packed, outputs = head(hidden), [model(**one).logits[0] for one in inputs]
+        louder = _LOUD / head(hidden).std().clamp(min=1e-6)
+        hook = head.register_forward_pre_hook(lambda _, given: (given[0] * louder,))
+        try:
+            packed = LogitForm.of(model.config).apply(head(hidden))
+            outputs = [model(**one).logits[0] for one in inputs]
+        finally:
+            hook.remove()
     alone = torch.cat(outputs)
     error = float((packed - alone).abs().max() / alone.std().clamp(min=1e-6))
     if not error < _TOLERANCE:
