@@ -27,7 +27,7 @@ def families_page() -> str:
         HEAD.format(version=table["transformers"]),
         f"## Right: {len(right)}\n\n{', '.join(f'`{name}`' for name in right)}\n",
         f"## Refused: {len(families) - len(right)}\n",
-        "A star marks families that are right with other settings: full attention in all layers, logits as they are.\n",
+        "A star marks families that are right with other settings: full attention in all layers, scores as they are.\n",
         "| why | families |",
         "| --- | --- |",
     ]

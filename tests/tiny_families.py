@@ -30,7 +30,7 @@ from leaderless.distributed.in_flight import Backlog
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.loading.sharded_loading import open_model
-from leaderless.planner.memory.attention_kinds import CHUNK_LAYER, FULL_LAYER, WINDOW_LAYER
+from leaderless.planner.memory.attention_kinds import CHUNK_LAYER, FULL_LAYER, RECURRENT_LAYERS, WINDOW_LAYER
 from leaderless.training.fsdp import FsdpEngine
 
 FILE = Path(__file__).parents[1] / "docs/reference/families.json"
@@ -61,7 +61,8 @@ _SIZES: Mapping[int | float, str] = {
     "max_source_positions max_sequence_length",
     0: "pad_token_id",
     3: "image_token_id audio_token_id video_token_id image_token_index",
-    0.7: "embedding_multiplier residual_multiplier attention_multiplier",
+    0.7: "embedding_multiplier residual_multiplier attention_multiplier logit_scale logits_scaling",
+    1.5: "final_logit_softcapping",
 }
 _WINDOWS = ["sliding_window", "window_size", "attention_window_size", "attention_chunk_size"]
 _SETTINGS = {name: value for value, names in _SIZES.items() for name in names.split()} | dict.fromkeys(_WINDOWS, NARROW)
@@ -78,11 +79,14 @@ _OWN: Mapping[str, Mapping[str, object]] = {
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
-        }
+        },
+        "logit_scale": 0.7,
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0, "attn_pdrop": NOISE}},
     "falcon_h1": {"mamba_d_ssm": 64},
     "diffllama": {"attention_dropout": 0.0},
+    "gemma3_text": {"final_logit_softcapping": 1.5},
+    "gemma4_text": {"final_logit_softcapping": 1.5},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
@@ -100,9 +104,6 @@ _OWN: Mapping[str, Mapping[str, object]] = {
 """What a family needs besides, or does not take."""
 _NEUTRAL: Mapping[str, object] = {
     "layer_types": ["full_attention"] * 2,
-    "final_logit_softcapping": None,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
 }
 """Settings that are accepted, for what families are refused with their usual ones."""
 
@@ -154,12 +155,9 @@ def _shrunk(kind: type[PretrainedConfig], settings: Mapping[str, object]) -> Pre
             chosen[name] = NOISE
         elif name in _ALWAYS:
             chosen[name] = _ALWAYS[name]
-    kinds = [*dict.fromkeys(getattr(usual, "layer_types", None) or ())]
-    if len(kinds) > 1 and {*kinds} <= {
-        FULL_LAYER,
-        WINDOW_LAYER,
-        CHUNK_LAYER,
-    }:  # both kinds, of which the first two layers may have but one
+    kinds = [*dict.fromkeys(usual.to_dict().get("layer_types") or ())]
+    known = {FULL_LAYER, WINDOW_LAYER, CHUNK_LAYER, *RECURRENT_LAYERS}
+    if len(kinds) > 1 and {*kinds} <= known:  # both kinds, of which the first two layers may have but one
         chosen["layer_types"] = kinds[:2]
     if "kv_lora_rank" in chosen and "num_key_value_heads" in chosen:  # all heads share what is compressed
         chosen["num_key_value_heads"] = _SETTINGS["num_attention_heads"]

@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     CTRLConfig,
     GemmaConfig,
+    GraniteConfig,
     LlamaConfig,
     Olmo2Config,
     Phi3Config,
@@ -42,17 +43,19 @@ from leaderless.worker.checkpoint.writer import CheckpointWriter, Content
 
 
 def write(family: str, folder: Path) -> str:
-    """The folder of a model; "biased", "tied" and "gemma" have padding, and the first two biases everywhere."""
+    """The folder of a model; families that are written here have padding, "biased" and "tied" biases everywhere."""
     if family == "critic":
         return write_critic(folder)
     if family == "untied":
         return untied_model(tiny_model("qwen3"))
-    if family not in {"biased", "tied", "gemma"}:
+    if family not in {"biased", "tied", "gemma", "granite"}:
         return tiny_model(family)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     small, biases = {**sizes, "vocab_size": 88, "pad_token_id": 7}, {"attention_bias": True, "mlp_bias": True}
     if family == "gemma":
         config = GemmaConfig(**small, num_key_value_heads=2, head_dim=8)
+    elif family == "granite":
+        config = GraniteConfig(**small, num_key_value_heads=2, logits_scaling=3.0)
     else:
         config = LlamaConfig(**small, **biases, tie_word_embeddings=family == "tied")
     with torch.random.fork_rng():
@@ -74,6 +77,7 @@ def write(family: str, folder: Path) -> str:
         ({"dp": 1, "tp": 4}, "biased", 31, {}),
         ({"dp": 1, "tp": 2}, "tied", 4096, {}),
         ({"dp": 1, "tp": 2}, "gemma", 31, {}),  # its embeddings are scaled
+        ({"dp": 1, "tp": 2}, "granite", 4096, {}),  # its logits are divided
         ({"dp": 1, "tp": 2}, "critic", 31, {"is_critic": True}),
     ],
     ids=str,

@@ -16,6 +16,7 @@ from leaderless.models.attention.shared_prompts import Repeats
 from leaderless.models.decoder import Decoder, check_freezing, empty_decoder, load_decoder
 from leaderless.models.fused_scores import FusedScores
 from leaderless.models.loading.support import sees_images
+from leaderless.models.logit_form import LogitForm
 from leaderless.models.parallel.reductions import copied
 from leaderless.models.sampling_support import Support
 from leaderless.models.scoring import Entropy, Scoring, linear_in_float32, score_tokens
@@ -49,6 +50,11 @@ class CausalLM(Decoder):
     max_logits: int | None = None
     fused_scores: FusedScores | None = None
 
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.logit_form = LogitForm.of(model.config)
+        """Change of logits after the head."""
+
     def forward(  # noqa: PLR0913
         self,
         tokens: Tensor,
@@ -79,7 +85,8 @@ class CausalLM(Decoder):
         offsets = self.offsets
         if part is not None:
             hidden, offsets = copied(hidden, part.peers), part.of(offsets)
-        how = temperature, entropy, part, offsets, Scoring(self.max_logits, self.fused_scores, support)
+        scoring = Scoring(self.max_logits, self.fused_scores, support, self.logit_form)
+        how = temperature, entropy, part, offsets, scoring
         return TokenOutputs(*score_tokens(hidden, self.head, targets, *how))
 
     @property
@@ -88,8 +95,9 @@ class CausalLM(Decoder):
         return cast("nn.Linear", self.model.get_output_embeddings())
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute [R, vocabulary] float32 logits from [R, hidden_size]."""
-        return linear_in_float32(hidden, self.head.weight, self.head.bias if self.offsets is None else self.offsets)
+        """Compute [R, vocabulary] float32 logits from [R, hidden_size]; without a gradient if they are capped."""
+        bias = self.head.bias if self.offsets is None else self.offsets
+        return self.logit_form.apply(linear_in_float32(hidden, self.head.weight, bias))
 
     def check_images(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> None:  # noqa: ARG002
         """Refuse a prompt whose tokens that stand for images do not match its images.
@@ -106,7 +114,7 @@ class CausalLM(Decoder):
 
     @property
     def offsets(self) -> Tensor | None:
-        """Term that is added to logits, [vocabulary]; None for none."""
+        """Term that is added to logits of the head, [vocabulary], which makes words impossible; None for none."""
         return None
 
 

@@ -17,6 +17,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.functional import linear
 
 from leaderless.models.fused_scores import FusedScores
+from leaderless.models.logit_form import LogitForm, damping, squashed
 from leaderless.models.parallel.reductions import VocabularyPart
 from leaderless.models.sampling_support import Limits, Support
 from leaderless.planner.memory.limits import CPU_MAX_LOGITS, MAX_LOGITS
@@ -38,17 +39,19 @@ class Scoring(NamedTuple):
         max_logits: Most logits of a chunk, and most probabilities that are kept; `MAX_LOGITS` without it.
         fused: Compiled functions; None to compute as it is.
         support: Words that tokens could be drawn as, which alone have probabilities; None for all.
+        form: Change of logits after the head.
     """
 
     max_logits: int | None = None
     fused: FusedScores | None = None
     support: Support | None = None
+    form: LogitForm = LogitForm()
 
 
 class _Settings(NamedTuple):
     """How tokens are scored."""
 
-    temperature: float | Tensor  # for all tokens, or [R] float32
+    temperature: float | Tensor  # for all tokens, or [R] float32, over the height of the form of logits
     entropy: Entropy
     is_training: bool  # whether a backward pass may follow
     rows: int  # tokens of one chunk
@@ -57,6 +60,7 @@ class _Settings(NamedTuple):
     are_here: Tensor | None  # [R] whether it has the targets
     fused: FusedScores | None  # then the temperature is [R]
     limits: Limits | None  # words that tokens could be drawn as; all without it
+    steepness: float | None  # factor of logits in a hyperbolic tangent; None without a cap
 
     def chunks(self, count: int) -> Iterator[slice]:
         """Give the tokens of each chunk."""
@@ -64,11 +68,19 @@ class _Settings(NamedTuple):
             yield slice(first, min(first + self.rows, count))
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: slice) -> Tensor:
-        """[rows, vocabulary] logits of a chunk, before they are divided."""
+        """[rows, vocabulary] logits of a chunk, as the head gives them."""
         logits = linear_in_float32(hidden[chunk], weight, bias)
         if self.limits is not None:
             self.limits.apply(logits, chunk)
         return logits
+
+    def squashed(self, logits: Tensor) -> Tensor:
+        """The hyperbolic tangents of logits that are capped, or else the logits."""
+        return logits if self.steepness is None else squashed(logits, self.steepness)
+
+    def damping(self, squash: Tensor) -> Tensor | None:
+        """The derivative of what `squashed` gives; None without a cap."""
+        return None if self.steepness is None else damping(squash, self.steepness)
 
     def divisor(self, chunk: slice) -> float | Tensor:
         """The temperature of the tokens of a chunk, one number or [rows]."""
@@ -107,6 +119,9 @@ def score_tokens(
     has a part of the words only, so has each of the ranks with the others, and together they compute the same results.
     A gradient of the hidden states is an addend of each rank then. To the logits, offsets [vocabulary] may be added in
     place of a bias of the head. The gradient of the head is read and written once for each chunk.
+
+    The form of logits costs nothing without a soft cap: its scale divides temperatures. With a cap c, logits are
+    c tanh(scale * z / c) of the head's logits z, and slopes with respect to z are multiplied by the derivative of that.
     """
     vocabulary = head.weight.shape[0]
     # Where weights are converted to float32 for each chunk, large chunks are the faster ones.
@@ -119,6 +134,8 @@ def score_tokens(
         temperature = hidden.new_full((len(hidden),), temperature, dtype=torch.float32)
     if isinstance(temperature, Tensor):
         temperature = temperature.to(torch.promote_types(hidden.dtype, torch.float32))
+    if how.form.height != 1:
+        temperature = temperature / how.form.height
     is_training = torch.is_grad_enabled()
     num_kept = most // (rows * vocabulary) if is_training and entropy != "gradient" else 0
     are_here = None
@@ -126,7 +143,8 @@ def score_tokens(
         targets, are_here = part.locate(targets)
     limits = None if how.support is None else how.support.limits(part, hidden.device)
     bias = head.bias if offsets is None else offsets.to(torch.promote_types(hidden.dtype, torch.float32))
-    settings = _Settings(temperature, entropy, is_training, rows, num_kept, part, are_here, how.fused, limits)
+    chunks = temperature, entropy, is_training, rows, num_kept
+    settings = _Settings(*chunks, part, are_here, how.fused, limits, how.form.steepness)
     log_probs, entropies = _Scores.apply(hidden, head.weight, bias, targets, settings)  # type: ignore[no-untyped-call]
     return log_probs, entropies
 
@@ -144,7 +162,8 @@ class _Scores(torch.autograd.Function):
     """Log-probabilities and entropies by chunks.
 
     With z = logits / temperature, p = softmax(z) and H the entropy, d log p_t / dz = 1_t - p and
-    dH / dz = -p (log p + H). In the code, `slope` is p - 1_t, the negative of the former.
+    dH / dz = -p (log p + H). In the code, `slope` is p - 1_t, the negative of the former. Where logits are capped, z is
+    a hyperbolic tangent / temperature, and slopes contain its derivative with respect to the head's logits.
     """
 
     @staticmethod
@@ -160,12 +179,17 @@ class _Scores(torch.autograd.Function):
             logits = settings.logits(hidden, weight, bias, chunk)
             if part is None and fused is not None:
                 divisor = cast("Tensor", settings.divisor(chunk)).unsqueeze(1)
-                log_probs[chunk], normalizers[chunk], found = fused.summarize(logits, divisor, target)
+                found = fused.summarize(logits, divisor, target, settings.steepness)
+                log_probs[chunk], normalizers[chunk], found_entropies = found
                 if settings.entropy != "none":
-                    entropies[chunk] = found
+                    entropies[chunk] = found_entropies
                 if len(kept) < settings.num_kept:
-                    kept.append(fused.slope(logits, divisor, target, normalizers[chunk].unsqueeze(1), hidden.dtype))
+                    common = logits, divisor, target, normalizers[chunk].unsqueeze(1)
+                    kept.append(fused.slope(*common, hidden.dtype, settings.steepness))
                 continue
+            is_kept = len(kept) < settings.num_kept
+            logits = settings.squashed(logits)
+            damped_by = settings.damping(logits) if is_kept else None
             logits = _scaled(logits, settings, chunk)
             if part is None:
                 probabilities, normalizers[chunk], target_logits = _softmax(logits, target)
@@ -175,8 +199,9 @@ class _Scores(torch.autograd.Function):
             if settings.entropy != "none":
                 mean_logit = (torch.linalg.vecdot if part is None else part.mean)(probabilities, logits)
                 entropies[chunk] = normalizers[chunk] - mean_logit
-            if len(kept) < settings.num_kept:
-                kept.append(settings.slope(probabilities, targets, chunk).to(hidden.dtype))
+            if is_kept:
+                slope = settings.slope(probabilities, targets, chunk)
+                kept.append(_damped(slope, damped_by).to(hidden.dtype))
         if settings.entropy != "gradient":
             ctx.mark_non_differentiable(entropies)
         if settings.is_training:
@@ -244,13 +269,22 @@ def _slope(logits: Tensor, whole: _OfTokens, settings: _Settings, chunk: slice, 
         if settings.are_here is not None:
             targets = targets.where(settings.here(chunk) > 0, -1)
         common = logits, divisor, targets, own.normalizers
-        return fused.bent_slope(*common, *own[2:], dtype) if has_bend else fused.slope(*common, dtype)
+        how = dtype, settings.steepness
+        return fused.bent_slope(*common, *own[2:], *how) if has_bend else fused.slope(*common, *how)
+    logits = settings.squashed(logits)
+    damped_by = settings.damping(logits)
     log_p = _scaled(logits, settings, chunk).sub_(own.normalizers)
     if not has_bend:
-        return settings.slope(log_p.exp_(), whole.targets, chunk).to(dtype)
+        return _damped(settings.slope(log_p.exp_(), whole.targets, chunk), damped_by).to(dtype)
     slope, bend = log_p.exp(), log_p.add_(own.entropies)
     bend.mul_(slope).mul_(own.grad_entropies)
-    return settings.slope(slope, whole.targets, chunk).mul_(own.grad_log_probs).add_(bend).to(dtype)
+    slope = settings.slope(slope, whole.targets, chunk).mul_(own.grad_log_probs).add_(bend)
+    return _damped(slope, damped_by).to(dtype)
+
+
+def _damped(slope: Tensor, damped_by: Tensor | None) -> Tensor:
+    """Multiply slopes by the derivative of a soft cap, in place; leave them as they are without one."""
+    return slope if damped_by is None else slope.mul_(damped_by)
 
 
 def _scaled(logits: Tensor, settings: _Settings, chunk: slice) -> Tensor:

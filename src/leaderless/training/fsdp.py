@@ -306,7 +306,8 @@ def _compile(model: Decoder, setup: EngineSetup, key: str) -> str:
     failure = compiler_failure(setup.device, dtype)
     has_scores = isinstance(model, CausalLM) and model.has_head and setup.device.type != "cpu"  # its caches suffice
     if has_scores and not failure:
-        failure = scores_failure(setup.device, dtype, len(cast("CausalLM", model).head.weight))
+        scored = cast("CausalLM", model)
+        failure = scores_failure(setup.device, dtype, len(scored.head.weight), scored.logit_form.steepness)
     problems = setup.process_group.max(torch.tensor([bool(unfit), bool(failure)]).int(), "whether layers are compiled")
     if has_scores and not problems[1]:
         cast("CausalLM", model).fused_scores = compile_scores()

@@ -217,5 +217,5 @@ def test_scores_are_compiled_where_layers_cannot_be(
     monkeypatch.setattr(fsdp, "compile_scores", lambda: fused)
     monkeypatch.setattr(fsdp, "compile_layers", lambda _: pytest.fail("they cannot be compiled"))
     assert fsdp._compile(model, cast("EngineSetup", setup), "models.policy") == reason
-    assert tried == [(device, torch.float32, len(model.head.weight))]
+    assert tried == [(device, torch.float32, len(model.head.weight), None)]
     assert model.fused_scores is fused

@@ -39,6 +39,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "intermediate_size": 64,
 }
+ALL = torch.arange(5)
 SMALL = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 
 
@@ -83,6 +84,9 @@ TAKEN = {
     "sinks": transformers.GptOssConfig(
         sliding_window=8, num_local_experts=4, num_experts_per_tok=2, head_dim=8, **SIZES
     ),
+    "divided logits": transformers.GraniteConfig(logits_scaling=0.3, **SIZES),
+    "multiplied logits": transformers.CohereConfig(logit_scale=3.0, **SIZES),
+    "capped logits": transformers.NanoChatConfig(final_logit_softcapping=0.2, **SIZES),
     "values that are narrower than queries": transformers.DeepseekV3Config(
         **{**SIZES, "num_key_value_heads": 4},
         n_routed_experts=4,
@@ -118,7 +122,8 @@ REFUSED = {
     "state that runs through the pass": transformers.RwkvConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, context_length=256
     ),
-    "scaled logits": transformers.GraniteConfig(logits_scaling=8.0, **SIZES),
+    "a cap that the family does not apply": transformers.LlamaConfig(final_logit_softcapping=15.0, **SIZES),
+    "a factor that the family does not apply": transformers.LlamaConfig(logit_scale=0.5, **SIZES),
     "rotary embeddings that depend on the pass": transformers.Qwen2Config(
         rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, **SIZES
     ),
@@ -135,6 +140,13 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(
     with pytest.raises(RecipeError, match="not supported") as caught:
         load(config, "policy")
     assert caught.value.problems[0].key == "models.policy"
+
+
+def test_a_cap_that_has_no_meaning_is_refused_by_its_name(tmp_path: Path) -> None:
+    config = saved(tmp_path, transformers.NanoChatConfig(final_logit_softcapping=0.0, **SIZES))
+    message = r"^models.policy: final_logit_softcapping=0.0 is not supported, only numbers above 0 \(type nanochat\)"
+    with pytest.raises(RecipeError, match=message):
+        load_causal_lm(config, "policy")
 
 
 @pytest.mark.parametrize("load", [load_causal_lm, empty_causal_lm, load_value_model])
@@ -159,17 +171,38 @@ def test_an_empty_model_draws_no_numbers_for_its_weights(monkeypatch: pytest.Mon
     assert not computed
 
 
-def test_a_model_that_does_more_to_its_logits_than_is_known_is_refused() -> None:
+@pytest.mark.parametrize("change", [lambda logits: 2 * logits, lambda logits: 50 * (logits / 50).tanh()])
+def test_a_model_that_does_more_to_its_logits_than_is_known_is_refused(change: Callable[[Tensor], Tensor]) -> None:
+    """A cap is noticed too, though it hardly changes the logits of a model with random weights."""
     model = load_causal_lm(ModelConfig(path=tiny_model()), "policy").model
     check_supported(model, "models.policy")
 
-    def double(module: object, arguments: object, output: CausalLMOutputWithPast) -> None:
+    def changed(module: object, arguments: object, output: CausalLMOutputWithPast) -> None:
         assert output.logits is not None
-        output.logits = 2 * output.logits
+        output.logits = change(output.logits)
 
-    model.register_forward_hook(double)
+    model.register_forward_hook(changed)
     with pytest.raises(RecipeError, match="packed sequences give other logits than each alone"):
         check_supported(model, "models.policy")
+
+
+def test_the_trial_leaves_the_head_as_it_was(tmp_path: Path) -> None:
+    model = load_causal_lm(saved(tmp_path, TAKEN["capped logits"]), "policy").model
+    head = model.get_output_embeddings()
+    assert not head._forward_pre_hooks
+    assert torch.equal(head.weight, AutoModelForCausalLM.from_pretrained(tmp_path).get_output_embeddings().weight)
+
+
+def test_values_have_no_form_of_logits(tmp_path: Path) -> None:
+    values, kinds = [], {"layer_types": ["full_attention"] * 2, "attn_logit_softcapping": None, "head_dim": 8}
+    for softcap in (None, 0.01):
+        family = transformers.Gemma2Config(final_logit_softcapping=softcap, **kinds, **SIZES)
+        model = load_value_model(saved(tmp_path / str(softcap), family), "critic")
+        torch.nn.init.ones_(model.model.score.weight)
+        with torch.no_grad():
+            values.append(model(ALL + 1, ALL, PackedAttention([5], torch.device("cpu")), ALL))
+    assert values[0].abs().min() > 0.01
+    assert torch.equal(*values)
 
 
 def engine_of(config: ModelConfig) -> FsdpEngine:

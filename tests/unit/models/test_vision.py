@@ -512,7 +512,7 @@ def test_paligemma_2_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "two/config.json"
     about = json.loads(file.read_text())
     for text, message in (
-        ("gemma2", "models with final_logit_softcapping are not supported"),
+        ("gemma2", "models with attn_logit_softcapping are not supported"),
         ("llama", "models of type paligemma with llama are not supported, only gemma"),
     ):
         about["text_config"]["model_type"] = text

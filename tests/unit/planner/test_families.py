@@ -25,9 +25,13 @@ QUICK = {
     "biogpt",  # dropout of functions
     "bloom",  # attention of its own
     "deepseek_v3",  # values that are narrower than keys
+    "falcon_h1",  # a state space next to attention
     "gemma3_text",  # layers of several types
+    "gpt_oss",  # sinks
+    "lfm2",  # short convolutions
     "mistral",  # a window
     "opt",  # layers that are skipped
+    "qwen3_next",  # linear attention
     "stablelm",
 }
 """Families that `make test` tries, one of each kind; test_models.py tries some more."""

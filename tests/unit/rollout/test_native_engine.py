@@ -8,7 +8,15 @@ import pytest
 import torch
 from tests.tiny import tiny_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    GraniteConfig,
+    LlamaConfig,
+    NanoChatConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
@@ -99,6 +107,31 @@ def test_greedy_tokens_of_each_family_are_those_of_transformers(family: str) -> 
         expected = reference.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)
         until = expected[0, len(prompt) :].tolist()
         assert completion.tokens == until[: until.index(0) + 1 if 0 in until else None]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CohereConfig(logit_scale=0.4, **SIZES),
+        GraniteConfig(logits_scaling=0.4, **SIZES),
+        NanoChatConfig(final_logit_softcapping=1.5, **SIZES),
+    ],
+    ids=lambda config: config.model_type,
+)
+@torch.no_grad()
+def test_tokens_are_drawn_from_logits_as_a_family_scales_and_caps_them(config: PretrainedConfig) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = CausalLM(AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval())
+    results = sample(engine_of(model))
+    model.model.set_attn_implementation("eager")
+    asked = [request.prompt for request in requests() for _ in request.sample_ids]
+    for prompt, completion in zip(asked, results, strict=True):
+        logits = model.model(torch.tensor([prompt + completion.tokens]), use_cache=False).logits[
+            0, len(prompt) - 1 : -1
+        ]
+        expected = (logits / 1.2).log_softmax(-1).gather(1, torch.tensor(completion.tokens)[:, None]).squeeze(1)
+        assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", *FAMILIES])

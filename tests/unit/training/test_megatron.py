@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 from unittest.mock import Mock
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tests.tiny import tiny_model
 from tests.unit.recipes import make_recipe, plan_of, write_model
+from transformers import GraniteConfig, NanoChatConfig, PretrainedConfig
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
@@ -86,10 +88,10 @@ def test_a_rank_starts_megatron_as_the_recipe_says(tmp_path: Path) -> None:
     assert apart_setup(make_recipe(), tmp_path) is None
 
 
-def test_a_rank_refuses_what_cannot_start(tmp_path: Path) -> None:
-    setup = EngineSetup(
+def setup_of(folder: Path, python: str, model: str) -> EngineSetup:
+    return EngineSetup(
         role="policy",
-        model=ModelConfig(path=tiny_model()),
+        model=ModelConfig(path=model),
         is_critic=False,
         layout=Layout((0,), 1),
         process_group=ProcessGroup((0,), 0),
@@ -98,10 +100,28 @@ def test_a_rank_refuses_what_cannot_start(tmp_path: Path) -> None:
         optimizer=None,
         num_updates=0,
         micro_batch_tokens=1,
-        apart=ApartSetup("/nowhere/python", 1.0, 1.0, tmp_path),
+        apart=ApartSetup(python, 1.0, 1.0, folder),
     )
+
+
+def test_a_rank_refuses_what_cannot_start(tmp_path: Path) -> None:
+    setup = setup_of(tmp_path, "/nowhere/python", tiny_model())
     with pytest.raises(RecipeError, match=re.escape("training.megatron.python: '/nowhere/python' is not a program")):
         make_engine(setup)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [GraniteConfig(logits_scaling=8.0), NanoChatConfig(final_logit_softcapping=15.0)],
+    ids=["divided", "capped"],
+)
+def test_a_model_that_changes_its_logits_is_refused(tmp_path: Path, config: PretrainedConfig) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config.update({**small, "vocab_size": 64, "num_hidden_layers": 1})
+    config.save_pretrained(tmp_path)
+    message = f"models.policy: a model of type {config.model_type} scales or caps its logits, and cannot be in Megatron"
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        make_engine(setup_of(tmp_path, sys.executable, str(tmp_path)))
 
 
 def test_weights_are_written_in_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

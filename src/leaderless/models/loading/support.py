@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -29,15 +29,16 @@ from leaderless.config import RecipeError
 from leaderless.models.attention.form import AttentionForm
 from leaderless.models.attention.joined import JoinedAttention
 from leaderless.models.attention.packed import ATTENTION_NAME, Attention
-from leaderless.models.attention.recurrence import Mixer, passing, read_in_passes
+from leaderless.models.attention.recurrence import Mixer, passing, read_in_passes, states_problem
 from leaderless.models.attention.shared_prompts import Family, PrefixAttention, blocks_of
+from leaderless.models.logit_form import LogitForm
 from leaderless.planner.checks.model_files import BOTH_WAYS, SEEING
 from leaderless.planner.memory.attention_kinds import SETTINGS, AttentionKind, attention_kinds
 
 LLAVA_TEXT = ("llama", "qwen2", "qwen3")
 """Types of the layers for text that such a model of type llava may have."""
 PALIGEMMA_TEXT = ("gemma",)
-"""The same of type paligemma; models of PaliGemma 2 have windows and softcapped logits."""
+"""The same of type paligemma; models of PaliGemma 2 have windows and soft-capped attention scores."""
 _IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _FAMILIES = (Family(5, ()), Family(4, (1, 5)))
 """Sequences with which a model is tried, two of which share a prompt."""
@@ -45,6 +46,8 @@ _WINDOW = 4
 """Tokens of the windows and chunks of a model while it is tried, which sequences exceed."""
 _TOLERANCE = 1e-2
 """Largest error of a logit, in standard deviations of all logits; rounding stays far below it."""
+_LOUD = 30.0
+"""Standard deviation of the head's logits with which a model is tried: a soft cap hardly changes small ones."""
 
 
 class NotFiniteError(Exception):
@@ -80,7 +83,8 @@ def check_supported(model: PreTrainedModel, key: str) -> None:
     read_in_passes(model)
     try:
         with _narrow_windows(model):
-            problem = _try_packed(model)
+            hidden_size = model.config.get_text_config().hidden_size
+            problem = states_problem(model, hidden_size) or _try_packed(model)
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         problem = f"a forward pass fails: {error}"
     finally:
@@ -134,10 +138,8 @@ def check_settings(described: PreTrainedConfig, key: str) -> None:
     """Refuse a model whose description names something that is not supported; see `check_supported`."""
     config = described.get_text_config()
     family = f"(type {described.model_type})"
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, name, None) not in {None, 1}:
-            raise RecipeError.at(key, f"models with {name} are not supported {family}")
     try:
+        LogitForm.of(described)
         kinds_of(described)
     except ValueError as error:
         raise RecipeError.at(key, f"{error} {family}") from error
@@ -197,19 +199,35 @@ def _try_packed(model: PreTrainedModel) -> str:
     if max(calls.values(), default=1) > 1 or any(kinds[layer].has_attention for layer in missing):
         return f"their attention runs {calls.total()} times in a pass through {num_layers} layers"
     model.set_attn_implementation("eager")
-    # A language model may change its logits further, so these are compared; else the inputs of the head.
+    # A language model may change its logits after the head, so these are compared; else the inputs of the head.
     head = model.get_output_embeddings()
-    packed, errors, spread = hidden if head is None else head(hidden), list[Tensor](), list[Tensor]()
-    for places in sequences:
-        kind = {"token_type_ids": torch.zeros_like(places)[None]} if is_prefix else {}
-        inputs = {"input_ids": tokens[places][None], "use_cache": False, **kind}
-        alone = model.base_model(**inputs).last_hidden_state[0] if head is None else model(**inputs).logits[0]
-        errors.append((packed[places] - alone).abs().max())
-        spread.append(alone.flatten())
+    errors, spread = list[Tensor](), list[Tensor]()
+    with _loud(head, hidden):
+        packed = hidden if head is None else LogitForm.of(model.config).apply(head(hidden))
+        for places in sequences:
+            kind = {"token_type_ids": torch.zeros_like(places)[None]} if is_prefix else {}
+            inputs = {"input_ids": tokens[places][None], "use_cache": False, **kind}
+            alone = model.base_model(**inputs).last_hidden_state[0] if head is None else model(**inputs).logits[0]
+            errors.append((packed[places] - alone).abs().max())
+            spread.append(alone.flatten())
     error = float(torch.stack(errors).max() / torch.cat(spread).std().clamp(min=1e-6))
     if not error < _TOLERANCE:
         return f"packed sequences give other logits than each alone, by {error:.2g} standard deviations"
     return ""
+
+
+@contextmanager
+def _loud(head: nn.Module | None, hidden: Tensor) -> Iterator[None]:
+    """Amplify what enters a head, if there is one."""
+    if head is None:
+        yield
+        return
+    louder = _LOUD / head(hidden).std().clamp(min=1e-6)
+    hook = head.register_forward_pre_hook(lambda _, given: (given[0] * louder,))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _sequences(families: Sequence[Family]) -> Iterator[Tensor]:

@@ -86,11 +86,9 @@ class DroppingAttention:
     attention: Attention
     dropout: Dropout
 
-    def recur(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:  # noqa: ARG002
-        """Refuse: the inputs of such layers are not laid out as the tokens of the pass."""
-        raise RuntimeError(
-            f"layer {layer} reads by recurrence, for which dropout of adapters is not supported: set lora.dropout to 0"
-        )
+    def recur(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        """Read as the pass does without dropout: adapters of such layers have none."""
+        return self.attention.recur(layer, mixer, hidden)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Attend as the pass does without dropout, which is for adapters alone."""

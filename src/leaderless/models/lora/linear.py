@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from leaderless.config import RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.distributed.weights.tensor_parallel import is_of_experts
+from leaderless.models.attention.recurrence import is_mixer
 from leaderless.models.lora.dropout import CurrentPass, dropped_product, key_of, watch_passes
 from leaderless.models.lora.expert_lora import ExpertAdapters, adapt_experts, adapted_experts, from_peft, to_peft
 from leaderless.planner.checks.capabilities import only_for_text
@@ -112,6 +113,13 @@ def add_adapters(model: PreTrainedModel, settings: ModelConfig, key: str) -> Non
         if not any(is_named(name, target) for name in names):
             reason = _why_not(target, layers, model)
             raise RecipeError.at(f"{key}.lora.targets", reason)
+    recurrent = tuple(f"{name}." for name, module in model.named_modules() if is_mixer(module))
+    if config.dropout and (inside := next((name for name in names if name.startswith(recurrent)), None)):
+        raise RecipeError.at(
+            f"{key}.lora.dropout",
+            f"is {config.dropout}, but {inside} belongs to a layer that reads by recurrence, whose adapters have none: "
+            "set it to 0, or name other layers in targets",
+        )
     for name in names:
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, LoraLinear(layers[name], config, name))

@@ -18,8 +18,8 @@ from leaderless.planner.plan_parts import PlannedNode, RoleInstance, answering
 UNDIVIDED = {
     "apertus", "apertus1p5_text", "bert-generation", "biogpt", "bitnet", "codegen", "ctrl", "dbrx", "emu3", "fuyu",
     "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "hunyuan_v1_dense", "jetmoe", "longcat_flash",
-    "moshi", "moss_transcribe_diarize", "olmo2", "opt", "persimmon", "phi", "phi3", "phi4_multimodal", "starcoder2",
-    "whisper", "youtu",
+    "minicpm3", "moshi", "moss_transcribe_diarize", "nanochat", "olmo2", "opt", "persimmon", "phi", "phi3",
+    "phi4_multimodal", "starcoder2", "whisper", "youtu",
 }
 # fmt: on
 """Families that are supported, but whose layers ranks cannot divide along `tp`: `models/parallel/tensor.py`."""

@@ -26,6 +26,7 @@ from leaderless.distributed.weights.route import WeightRoute
 from leaderless.distributed.weights.stream import receive_weights
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm
 from leaderless.models.loading.weight_sources import form_of, joined
+from leaderless.models.logit_form import LogitForm
 from leaderless.models.scoring import Entropy
 from leaderless.models.uploads import one_copy, placed, read_back
 from leaderless.models.vision.vision_models import VisionLM
@@ -283,6 +284,12 @@ def make_engine(setup: EngineSetup) -> MegatronEngine:
     model, rank = empty_causal_lm(setup.model, setup.role), setup.process_group.rank
     if isinstance(model, VisionLM):
         raise RecipeError.at(f"models.{setup.role}", "a model that sees images cannot be in Megatron yet: use fsdp")
+    if model.logit_form != LogitForm():
+        raise RecipeError.at(
+            f"models.{setup.role}",
+            f"a model of type {model.model.config.model_type} scales or caps its logits, and cannot be in Megatron "
+            "yet: use fsdp",
+        )
     meeting = choose_meeting(setup.layout, setup.process_group)
     settings = settings_of(setup, model.vocab_size, meeting, apart.answer_timeout_s)
     log = apart.logs / f"megatron-{setup.role}-rank-{rank}.log"
