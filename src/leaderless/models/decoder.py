@@ -26,8 +26,9 @@ from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.prompts.images import PromptImage
 from leaderless.data.sources.hub import unreachable_hub
+from leaderless.models.attention.current_pass import LayerPass, passing
 from leaderless.models.attention.packed import ATTENTION_NAME, Attention
-from leaderless.models.attention.recurrence import passing, read_in_passes
+from leaderless.models.attention.recurrence import read_in_passes
 from leaderless.models.attention.shared_prompts import Family, PrefixAttention, Repeats, attention_over
 from leaderless.models.gradient_checkpointing import recompute_layers
 from leaderless.models.loading.support import (
@@ -158,9 +159,9 @@ class Decoder(Shardable):
         self, inputs: Mapping[str, object], positions: Tensor, attention: Attention, select: Tensor | Repeats
     ) -> Tensor:
         """Pass inputs through the layers; see `hidden_states`."""
-        how = {"attention": attention, "kinds": self.attention_kinds}
-        with passing(attention):
-            output = self.text_model(**inputs, position_ids=positions.unsqueeze(-2), use_cache=False, **how)
+        how = {"position_ids": positions.unsqueeze(-2), "use_cache": False, "attention": attention}
+        with passing(LayerPass(attention, self.attention_kinds)):
+            output = self.text_model(**inputs, **how)
         hidden: Tensor = output.last_hidden_state.squeeze(0)
         if self.has_head:
             return select.take(hidden) if isinstance(select, Repeats) else hidden.index_select(0, select)

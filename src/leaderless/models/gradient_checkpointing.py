@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from leaderless.config import RecipeError
-from leaderless.models.attention.recurrence import current_pass_attention, passing
-from leaderless.models.lora.dropout import current_pass
+from leaderless.models.attention.current_pass import current_pass, passing
+from leaderless.models.lora.dropout import pass_of
 
 # Without the wrapper that keeps what is called within from being compiled.
 _checkpoint = inspect.unwrap(checkpoint)
@@ -42,11 +42,11 @@ def _recompute(layer: nn.Module, forward: Callable[..., Tensor], *arguments: obj
     """Compute a layer, now and again in the backward pass, with the same dropout of adapters."""
     if not torch.is_grad_enabled():
         return forward(*arguments, **named)
-    current = current_pass(layer)
-    dropout, attention = current.dropout, current_pass_attention()
+    current = pass_of(layer)
+    dropout, now = current.dropout, current_pass()
 
     def compute(*arguments: object) -> Tensor:
-        with current.drops(dropout), passing(attention):
+        with current.drops(dropout), passing(now):
             return forward(*arguments, **named)
 
     result: Tensor = _checkpoint(compute, *arguments, use_reentrant=False)

@@ -18,10 +18,10 @@ from typing_extensions import override
 
 from leaderless.models.attention import npu
 from leaderless.models.attention.blocks import PromptBlock
+from leaderless.models.attention.current_pass import current_pass
 from leaderless.models.attention.form import AttentionForm
 from leaderless.models.attention.joined import JoinedAttention
 from leaderless.models.attention.recurrence import Mixer
-from leaderless.planner.memory.attention_kinds import AttentionKind
 
 ATTENTION_NAME = "leaderless"
 _UNSUPPORTED = ("position_bias",)
@@ -58,7 +58,7 @@ class Attention(Protocol):
         """
 
 
-def _attention_function(  # noqa: PLR0913
+def _attention_function(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -66,14 +66,13 @@ def _attention_function(  # noqa: PLR0913
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    attention: Attention | None = None,
-    kinds: Sequence[AttentionKind] | None = None,
     s_aux: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attend on behalf of `transformers`, which calls this in each layer with [1, heads, T, head_dim] tensors."""
-    if attention is None or kinds is None:
-        raise RuntimeError("the layers do not pass on what their attention needs")
+    current = current_pass()
+    if current is None:
+        raise RuntimeError("the attention of this package was called outside of a pass")
     if attention_mask is not None:
         raise RuntimeError("attention with a mask that the model makes is not supported")
     for name in _UNSUPPORTED:
@@ -81,7 +80,7 @@ def _attention_function(  # noqa: PLR0913
             raise RuntimeError(f"attention with {name} is not supported")
     layer = module.layer_idx
     assert isinstance(layer, int)
-    kind = kinds[layer]
+    kind = current.kinds[layer]
     for name, described in (("sliding_window", kind.window), ("softcap", kind.softcap)):
         if (found := kwargs.get(name)) is not None and found != described:
             raise RuntimeError(f"layer {layer} has {name}={found}, but the description of the model says {described}")
@@ -92,7 +91,7 @@ def _attention_function(  # noqa: PLR0913
     if missing:  # as in DeepSeek's compressed attention; kernels and stores want equal widths
         value = pad(value, (0, missing))
     form = AttentionForm(scaling, kind, s_aux)
-    return attention.attend(layer, query, key, value, form)[..., :width].unsqueeze(0), None
+    return current.attention.attend(layer, query, key, value, form)[..., :width].unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention_function)

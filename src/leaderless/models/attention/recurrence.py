@@ -8,25 +8,20 @@ has to know of a prompt is its state: that of a prompt which sequences share is 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from leaderless.models.attention.blocks import PromptBlock
+from leaderless.models.attention.current_pass import current_pass
 from leaderless.models.attention.length_buckets import LengthBuckets
 from leaderless.models.uploads import placed
 
-if TYPE_CHECKING:
-    from leaderless.models.attention.packed import Attention
-
-_PASS: ContextVar[Attention | None] = ContextVar("attention of the pass", default=None)
 _TRIED_TOKENS = 13
 """Tokens of the text with which layers are tried."""
 _TOLERANCE = 1e-3
@@ -126,21 +121,6 @@ class Mixer(Protocol):
         """Read the tokens of sequences, [n, tokens, hidden_size], after what states know, which are updated."""
 
 
-@contextmanager
-def passing(attention: Attention | None) -> Iterator[None]:
-    """Let layers that read by recurrence know the pass in which they are called."""
-    token = _PASS.set(attention)
-    try:
-        yield
-    finally:
-        _PASS.reset(token)
-
-
-def current_pass_attention() -> Attention | None:
-    """The attention of the pass in which a layer is called, for one that recomputes it later."""
-    return _PASS.get()
-
-
 def read_in_passes(model: nn.Module) -> None:
     """Have the layers of a model that read by recurrence do so in packed passes, from now on."""
     for module in model.modules():
@@ -195,10 +175,11 @@ def _mix(
     **named: object,
 ) -> Tensor:
     """Call a layer with [1, T, hidden_size] tokens of a pass; outside of one, as `transformers` does."""
-    attention = _PASS.get()
-    if attention is None:
+    current = current_pass()
+    if current is None:
         return forward(hidden_states, *rest, **named)
-    return attention.recur(cast("int", module.layer_idx), partial(_call, module), hidden_states.squeeze(0)).unsqueeze(0)
+    mixed = current.attention.recur(cast("int", module.layer_idx), partial(_call, module), hidden_states.squeeze(0))
+    return mixed.unsqueeze(0)
 
 
 class _Rows:

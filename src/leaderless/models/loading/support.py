@@ -26,10 +26,11 @@ from transformers.conversion_mapping import (
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from leaderless.config import RecipeError
+from leaderless.models.attention.current_pass import LayerPass, passing
 from leaderless.models.attention.form import AttentionForm
 from leaderless.models.attention.joined import JoinedAttention
 from leaderless.models.attention.packed import ATTENTION_NAME, Attention
-from leaderless.models.attention.recurrence import Mixer, passing, read_in_passes, states_problem
+from leaderless.models.attention.recurrence import Mixer, read_in_passes, states_problem
 from leaderless.models.attention.shared_prompts import Family, PrefixAttention, blocks_of
 from leaderless.models.logit_form import LogitForm
 from leaderless.planner.checks.model_files import BOTH_WAYS, SEEING
@@ -86,7 +87,7 @@ def check_supported(model: PreTrainedModel, key: str) -> None:
             hidden_size = model.config.get_text_config().hidden_size
             problem = states_problem(model, hidden_size) or _try_packed(model)
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        problem = f"a forward pass fails: {error}"
+        problem = f"a forward pass fails: {type(error).__name__}: {error}"
     finally:
         model.set_attn_implementation(attention_names(model.config))
         model.train(was_training)
@@ -189,10 +190,10 @@ def _try_packed(model: PreTrainedModel) -> str:
     for places in sequences:
         positions[places] = torch.arange(len(places))
     attention = PrefixAttention(families, device) if is_prefix else JoinedAttention([*blocks_of(families)], device)
-    watched, how = _Watched(attention), {"use_cache": False, "kinds": (kinds := kinds_of(model.config))}
-    with passing(watched):
+    watched, kinds = _Watched(attention), kinds_of(model.config)
+    with passing(LayerPass(watched, kinds)):
         hidden = model.base_model(
-            input_ids=tokens[None], position_ids=positions[None], attention=watched, **how
+            input_ids=tokens[None], position_ids=positions[None], attention=watched, use_cache=False
         ).last_hidden_state[0]
     num_layers, calls = model.config.get_text_config().num_hidden_layers, watched.calls
     missing = {*range(num_layers)} - {*calls}

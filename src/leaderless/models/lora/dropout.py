@@ -129,7 +129,7 @@ def watch_passes(layer: nn.Module) -> CurrentPass:
     return current
 
 
-def current_pass(layer: nn.Module) -> CurrentPass:
+def pass_of(layer: nn.Module) -> CurrentPass:
     """The current pass of a decoder layer; one without dropout if `watch_passes` has not seen the layer."""
     return cast("CurrentPass", getattr(layer, _CURRENT, None) or CurrentPass())
 

@@ -20,6 +20,7 @@ from leaderless.config import RecipeError
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.distributed.weights.blocks import Placement
 from leaderless.distributed.weights.tensor_parallel import stage_rows
+from leaderless.models.attention.current_pass import LayerPass, passing
 from leaderless.models.attention.packed import PackedAttention
 from leaderless.models.decoder import Decoder
 from leaderless.models.loading.support import kinds_of
@@ -155,16 +156,16 @@ def _error_in_stages(model: PreTrainedModel) -> float:
     tokens = torch.arange(sum(_LENGTHS)) * 7919 % model.get_input_embeddings().weight.shape[0]
     common = {
         "position_ids": torch.cat([torch.arange(length) for length in _LENGTHS])[None],
-        "attention": PackedAttention(_LENGTHS, torch.device("cpu")),
-        "kinds": kinds_of(model.config),
+        "attention": (attention := PackedAttention(_LENGTHS, torch.device("cpu"))),
         "use_cache": False,
     }
-    expected = text(input_ids=tokens[None], **common).last_hidden_state
     middle = (count + 1) // 2
-    with _kept(text, range(middle), is_first=True, is_last=False):
-        hidden = text(input_ids=tokens[None], **common).last_hidden_state
-    with _kept(text, range(middle, count), is_first=False, is_last=True):
-        found = text(inputs_embeds=hidden, **common).last_hidden_state
+    with passing(LayerPass(attention, kinds_of(model.config))):
+        expected = text(input_ids=tokens[None], **common).last_hidden_state
+        with _kept(text, range(middle), is_first=True, is_last=False):
+            hidden = text(input_ids=tokens[None], **common).last_hidden_state
+        with _kept(text, range(middle, count), is_first=False, is_last=True):
+            found = text(inputs_embeds=hidden, **common).last_hidden_state
     return float((found - expected).abs().max() / expected.std().clamp(min=1e-6))
 
 

@@ -74,7 +74,7 @@ def attention_kinds(described: Mapping[str, Any]) -> tuple[AttentionKind, ...]:
     sizes |= {name: {"has_attention": False, "is_recurrent": True} for name in RECURRENT_LAYERS}
     sizes |= {name: {"has_attention": False} for name in SINGLE_TOKEN_LAYERS}
     usual = FULL_LAYER if window is None else WINDOW_LAYER
-    types = described.get("layer_types") or [usual] * int(described["num_hidden_layers"])
+    types = described.get("layer_types") or [usual] * int(described["num_hidden_layers"] or 0)
     if unknown := sorted({*types} - {*sizes}):
         raise ValueError(f"layers of type {unknown[0]} are not supported, only {', '.join(sizes)}")
     for type_of_layer, size in sizes.items():
