@@ -56,7 +56,7 @@ _SIZES: Mapping[int | float, str] = {
     "num_experts num_local_experts n_routed_experts moe_num_experts rotary_dim",
     8: "head_dim attention_head_size v_head_dim qk_nope_head_dim kv_lora_rank global_head_dim dim_head "
     "qk_rope_head_dim q_lora_rank mamba_n_heads mamba_d_head",
-    1: "n_group topk_group n_shared_experts num_shared_experts first_k_dense_replace bos_token_id",
+    1: "n_group num_group topk_group n_shared_experts num_shared_experts first_k_dense_replace bos_token_id",
     128: "max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions "
     "max_source_positions max_sequence_length",
     0: "pad_token_id",
@@ -76,6 +76,7 @@ _ALWAYS: Mapping[str, object] = {
 }
 """Settings of every family that has them: causal, and without parts that are none in two layers."""
 _OWN: Mapping[str, Mapping[str, object]] = {
+    "bailing_hybrid": {"n_group": 1, "num_group": 1, "topk_group": 1},
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
@@ -87,6 +88,7 @@ _OWN: Mapping[str, Mapping[str, object]] = {
     "diffllama": {"attention_dropout": 0.0},
     "gemma3_text": {"final_logit_softcapping": 1.5},
     "gemma4_text": {"final_logit_softcapping": 1.5},
+    "gemma3n_text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},

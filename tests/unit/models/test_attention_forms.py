@@ -142,7 +142,13 @@ def test_kinds_are_read_from_the_description_of_a_model() -> None:
     assert attention_kinds({"num_hidden_layers": 2, "sliding_window": None}) == (AttentionKind(),) * 2
     unused = {"num_hidden_layers": 2, "sliding_window": 8, "use_sliding_window": False}
     assert attention_kinds(unused) == (AttentionKind(),) * 2
-    with pytest.raises(ValueError, match="layers of type linear_attention are not supported"):
-        attention_kinds({"layer_types": ["linear_attention"]})
+    linear, both, alone = attention_kinds({"layer_types": ["linear_attention", "hybrid", "moe"]})
+    assert [(one.is_recurrent, one.has_attention) for one in (linear, both, alone)] == [
+        (True, False),
+        (True, True),
+        (False, False),
+    ]
+    with pytest.raises(ValueError, match="layers of type indexed_attention are not supported"):
+        attention_kinds({"layer_types": ["indexed_attention"]})
     with pytest.raises(ValueError, match="layers of type sliding_attention have no size"):
         attention_kinds({"layer_types": ["sliding_attention"]})

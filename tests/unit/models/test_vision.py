@@ -511,13 +511,10 @@ def test_paligemma_2_is_refused(tmp_path: Path) -> None:
     shutil.copytree(vision_model("paligemma"), tmp_path / "two")
     file = tmp_path / "two/config.json"
     about = json.loads(file.read_text())
-    for text, message in (
-        ("gemma2", "models with attn_logit_softcapping are not supported"),
-        ("llama", "models of type paligemma with llama are not supported, only gemma"),
-    ):
+    for text in ("gemma2", "llama"):
         about["text_config"]["model_type"] = text
         file.write_text(json.dumps(about))
-        with pytest.raises(RecipeError, match=message):
+        with pytest.raises(RecipeError, match=f"models of type paligemma with {text} are not supported, only gemma"):
             load_causal_lm(ModelConfig(path=str(tmp_path / "two")), "policy")
 
 
