@@ -13,8 +13,8 @@ from torch import Tensor
 from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.attention.packed import Attention
+from leaderless.models.attention.repeats import Repeats
 from leaderless.models.attention.ring import RingParallel
-from leaderless.models.attention.shared_prompts import Repeats
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm
 from leaderless.models.compiled_layers import compile_layers, compiler_failure, why_not_compiled
 from leaderless.models.decoder import Decoder

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from leaderless.models.attention.blocks import PromptBlock
 from leaderless.models.attention.current_pass import current_pass
 from leaderless.models.attention.length_buckets import LengthBuckets
+from leaderless.models.attention.repeats import Repeats
 from leaderless.models.uploads import placed
 
 _TRIED_TOKENS = 13
@@ -49,16 +50,17 @@ class LayerStates:
         )
         return cls(convolutions, recurrences)
 
-    def taken(self, rows: Tensor | slice) -> LayerStates:
-        """The states of some rows; a copy if they are given by their numbers."""
+    def changed(self, change: Callable[[Tensor], Tensor]) -> LayerStates:
+        """What a function makes of all states."""
         convolutions, recurrences = (
-            {number: states[rows] for number, states in kind.items()} for kind in (self.convolutions, self.recurrences)
+            {number: change(states) for number, states in kind.items()}
+            for kind in (self.convolutions, self.recurrences)
         )
         return LayerStates(convolutions, recurrences)
 
     def copy(self) -> LayerStates:
         """The same states in memory of their own."""
-        return LayerStates.joined([self])
+        return self.changed(Tensor.clone)
 
     def advanced(self, mixer: Mixer, rows: Tensor) -> Tensor:
         """Read tokens, [n, tokens, hidden_size], and update the states in place."""
@@ -185,8 +187,8 @@ def _mix(
 class _Rows:
     """Sequences that are read in one call, padded to the longest."""
 
-    def __init__(self, members: Sequence[range], before: Tensor | None, device: torch.device) -> None:
-        """Plan to read tokens of a pass after the prompts with the numbers `before`."""
+    def __init__(self, members: Sequence[range], before: Repeats | None, device: torch.device) -> None:
+        """Plan to read tokens of a pass, after those of all prompts that are taken if there are any."""
         # A single token after others would be read in place, as while decoding, which leaves no gradient.
         longest = max([2 * (before is not None), *map(len, members)])
         steps, ends = torch.arange(longest), torch.tensor([[own.stop - 1] for own in members])
@@ -195,7 +197,7 @@ class _Rows:
         self._tokens = placed(tokens.flatten(), device)
         self._shape = tokens.shape
         self._real = placed(is_real.flatten().nonzero().squeeze(1), device)
-        self.before = None if before is None else placed(before, device)
+        self.before = before
         self.places = torch.cat([torch.arange(own.start, own.stop) for own in members])
 
     def read(self, mixer: Mixer, hidden: Tensor, states: LayerStates | None) -> Tensor:
@@ -219,7 +221,7 @@ class RecurrentPasses:
         later = [block for block in blocks if block.before]
         self._rest = [_Rows([alone[i] for i in some], None, device) for some in _alike([*map(len, alone)])]
         for some in _alike([len(block.own) for block in later]):
-            before = torch.tensor([number[later[i].before] for i in some])
+            before = Repeats(torch.tensor([number[later[i].before] for i in some]), len(shared), device)
             self._rest.append(_Rows([later[i].own for i in some], before, device))
         places = torch.cat([rows.places for rows in (*self._prompts, *self._rest)])
         self._order = placed(places.argsort(), device)
@@ -232,7 +234,7 @@ class RecurrentPasses:
             found.append(rows.read(mixer, hidden, states))
         known = LayerStates.joined(kept) if kept else None
         for rows in self._rest:
-            after = None if rows.before is None or known is None else known.taken(rows.before)
+            after = None if rows.before is None or known is None else known.changed(rows.before.take)
             found.append(rows.read(mixer, hidden, after))
         return torch.cat(found).index_select(0, self._order)
 

@@ -20,7 +20,8 @@ from typing_extensions import override
 
 from leaderless.data.prompts.images import PromptImage
 from leaderless.models.attention.packed import Attention
-from leaderless.models.attention.shared_prompts import Family, Repeats
+from leaderless.models.attention.repeats import Repeats
+from leaderless.models.attention.shared_prompts import Family
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.decoder import Decoder
 from leaderless.models.loading.support import reads_both_ways

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Protocol
 
 import torch
@@ -263,7 +264,7 @@ class SegmentStore:
         if len(own) != len(parts) or any(one is not part for one, part in zip(own, parts, strict=True)):
             # States stay next to one another until responses come, go or move, or are read again.
             batch = LayerStates.joined(own)
-            parts = [batch.taken(slice(row, row + 1)) for row in range(len(segments))]
+            parts = [batch.changed(itemgetter(slice(row, row + 1))) for row in range(len(segments))]
             for segment, part in zip(segments, parts, strict=True):
                 segment.states[layer] = part
             self._batches[layer] = batch, parts
