@@ -23,9 +23,9 @@ from leaderless.distributed.transport import ProcessGroup, Transport
 from leaderless.distributed.weights.blocks import HeldWeights, LocalWeight
 from leaderless.distributed.weights.copies import begin_copy, collected
 from leaderless.models import uploads
+from leaderless.models.attention.blocks import Repeats
 from leaderless.models.attention.flash import activate_flash_attention_3, restore_flash_attention
 from leaderless.models.attention.form import AttentionForm
-from leaderless.models.attention.repeats import Repeats
 from leaderless.models.attention.shared_prompts import Family, VarlenAttention, attention_over
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.loading.tokenizer import end_tokens, load_tokenizer

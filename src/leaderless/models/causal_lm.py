@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from leaderless.config.models import ModelConfig
 from leaderless.data.prompts.images import PromptImage
+from leaderless.models.attention.blocks import Repeats
 from leaderless.models.attention.packed import Attention
-from leaderless.models.attention.repeats import Repeats
 from leaderless.models.decoder import Decoder, check_freezing, empty_decoder, load_decoder
 from leaderless.models.fused_scores import FusedScores
 from leaderless.models.loading.support import sees_images

@@ -26,10 +26,10 @@ from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.prompts.images import PromptImage
 from leaderless.data.sources.hub import unreachable_hub
-from leaderless.models.attention.current_pass import LayerPass, passing
+from leaderless.models.attention.blocks import Repeats
+from leaderless.models.attention.form import LayerPass, passing
 from leaderless.models.attention.packed import ATTENTION_NAME, Attention
 from leaderless.models.attention.recurrence import read_in_passes
-from leaderless.models.attention.repeats import Repeats
 from leaderless.models.attention.shared_prompts import Family, PrefixAttention, attention_over
 from leaderless.models.gradient_checkpointing import recompute_layers
 from leaderless.models.loading.support import (

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from leaderless.config import RecipeError
-from leaderless.models.attention.current_pass import current_pass, passing
+from leaderless.models.attention.form import current_pass, passing
 from leaderless.models.lora.dropout import pass_of
 
 # Without the wrapper that keeps what is called within from being compiled.

@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
+from leaderless.models.attention.blocks import Repeats
 from leaderless.models.attention.packed import Attention
-from leaderless.models.attention.repeats import Repeats
 from leaderless.models.decoder import SCALAR_HEAD, Decoder, check_freezing, load_decoder
 from leaderless.models.loading.support import register_classifiers, sees_images
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 import torch
 import torch.distributed as dist
@@ -232,10 +232,12 @@ def _pool(source: ModelSource, longest: int, device: torch.device) -> CachePool 
 def _longest(described: PreTrainedConfig, wanted: int | None) -> int:
     """Return the number of tokens that the model takes or the user wants, and refuse to exceed the model's."""
     config = described.get_text_config()
-    longest: int = config.max_position_embeddings
-    if wanted is not None and wanted > longest:
+    longest: int | None = getattr(config, "max_position_embeddings", None)
+    if longest is None and wanted is None:
+        raise RecipeError.at("--max-context", f"is needed, since models of type {config.model_type} name no limit")
+    if longest is not None and wanted is not None and wanted > longest:
         raise RecipeError.at("--max-context", f"is {wanted}, but the model takes at most {longest} tokens: lower it")
-    return wanted or longest
+    return wanted or cast("int", longest)
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, Jagged
+from leaderless.models.attention.blocks import Repeats
 from leaderless.models.attention.packed import Attention
-from leaderless.models.attention.repeats import Repeats
 from leaderless.models.attention.ring import RingParallel
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm
 from leaderless.models.compiled_layers import compile_layers, compiler_failure, why_not_compiled
@@ -238,9 +238,9 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
         raise RecipeError.at(
             key, f"layers that read by recurrence cannot be divided along cp={layout.cp}: leave out cp"
         )
-    num_heads = _sizes(model)[0]
+    num_heads = _sizes(model)[0] if layout.cp > 1 else 1
     can_swap = num_heads // layout.tp % layout.cp == 0
-    if not can_swap and not all(kind.sees_all for kind in model.attention_kinds):
+    if layout.cp > 1 and not can_swap and not all(kind.sees_all for kind in model.attention_kinds):
         raise RecipeError.at(
             key,
             f"layers with a window or chunks cannot be divided along cp={layout.cp}, which does not divide the "

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from tests.unit.models.test_shared_prompts import FAMILIES, mask_of, varlen_of_torch_2_13
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
+from leaderless.config.models import ModelConfig
 from leaderless.models.attention import shared_prompts, some_keys
 from leaderless.models.attention.form import AttentionForm
 from leaderless.models.attention.joined import JoinedAttention
 from leaderless.models.attention.packed import Attention, PackedAttention
 from leaderless.models.attention.shared_prompts import ExpandedAttention, Family, VarlenAttention, blocks_of
+from leaderless.models.loading.family_trial import NUM_LAYERS, shrunk
+from leaderless.models.loading.support import kinds_of
 from leaderless.planner.memory.attention_kinds import AttentionKind, attention_kinds
+from leaderless.planner.memory.model_size import read_model_size
 
 CPU = torch.device("cpu")
 KINDS = {
@@ -152,3 +159,37 @@ def test_kinds_are_read_from_the_description_of_a_model() -> None:
         attention_kinds({"layer_types": ["indexed_attention"]})
     with pytest.raises(ValueError, match="layers of type sliding_attention have no size"):
         attention_kinds({"layer_types": ["sliding_attention"]})
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("nemotron_h", {"hybrid_override_pattern": "M-M-M-MM*-ME"}),
+        ("bamba", {"attn_layer_indices": [9, 18]}),
+        ("gemma3_text", {}),
+        ("qwen3_next", {}),
+    ],
+)
+def test_a_small_model_for_a_trial_has_layers_of_all_kinds(family: str, settings: dict[str, object]) -> None:
+    described = CONFIG_MAPPING[family](**settings)
+    kinds = kinds_of(shrunk(described))
+    assert {*kinds} == {*kinds_of(described)}
+    assert len(kinds) == NUM_LAYERS < len(kinds_of(described))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sliding_window": 32768},
+        {"sliding_window": 32768, "use_sliding_window": True, "max_window_layers": 2},
+        {"sliding_window": 32768, "use_sliding_window": True, "max_window_layers": 4},
+    ],
+)
+def test_the_planner_reads_windows_as_the_model_has_them(tmp_path: Path, settings: dict[str, object]) -> None:
+    described = CONFIG_MAPPING["qwen2"](num_hidden_layers=4, **settings)
+    written = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
+    written |= {"num_attention_heads": 4, "num_hidden_layers": 4, "max_position_embeddings": 64, **settings}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    size = read_model_size(ModelConfig(path=str(tmp_path)))
+    assert size is not None
+    assert size.is_plain == all(kind == AttentionKind() for kind in kinds_of(described))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.distributed.transport import ProcessGroup
-from leaderless.models.attention.repeats import Repeats
+from leaderless.models.attention.blocks import Repeats
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.training import fsdp
 from leaderless.training.fsdp import FsdpEngine

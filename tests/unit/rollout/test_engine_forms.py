@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from leaderless.config.models import ModelConfig
+from leaderless.config.rollout import SamplingConfig
 from leaderless.models.attention.packed import ATTENTION_NAME, PackedAttention
 from leaderless.models.causal_lm import CausalLM, load_causal_lm
-from leaderless.rollout.engine import Completion, Delta, Request
+from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams, generate
 from leaderless.rollout.native import engine as native
 from leaderless.rollout.native import kv_cache, segment_attention
 from leaderless.rollout.native.lean_forward import forward_of
@@ -96,7 +97,7 @@ def test_tokens_of_each_family_are_those_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "nemotron_h"])
-def test_states_go_on_where_prompts_are_read_in_parts_and_weights_change(
+def test_states_continue_where_prompts_are_read_in_parts_and_weights_change(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "PREFILL_TOKENS", 16)
@@ -111,6 +112,31 @@ def test_states_go_on_where_prompts_are_read_in_parts_and_weights_change(
 
     monkeypatch.setattr(engine, "step", step_with_stale_keys)
     check_greedy(model, sample(engine, temperature=0))
+
+
+@pytest.mark.parametrize("num_siblings", [1, 2])
+def test_a_conversation_is_kept_after_a_response_of_one_token(num_siblings: int) -> None:
+    engine, start = engine_of(model_of("qwen3_next"), max_sequences=8), [5, 9, 11, 2]
+    params = SamplingParams(SamplingConfig(temperature=0.0), max_tokens=1)
+    asked = [Request(start, [number], conversation=number) for number in range(num_siblings)]
+    first = generate(engine, asked, params)[0][0]
+    again = [*start, *first.tokens, 7, 8]
+    (found, known), *_ = turns(engine, [Request(again, [20], conversation=0)])
+    (expected, _), *_ = turns(engine_of(model_of("qwen3_next")), [Request(again, [20])])
+    assert found.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+    assert known == len(start)
+
+
+def test_states_take_memory_for_themselves_alone() -> None:
+    """Neither the inputs of a prompt's convolution nor the states of other responses stay with them."""
+    engine = engine_of(model_of("qwen3_next"), max_sequences=8)
+    asked = [Request([*range(1, 40 + number)], [number], conversation=number) for number in range(4)]
+    for number, request in enumerate(asked):
+        turns(engine, [request])
+        kept = engine._kept._kept[number].segment.states
+        for states in kept.values():
+            for tensor in (*states.convolutions.values(), *states.recurrences.values()):
+                assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 @pytest.mark.parametrize("num_siblings", [1, 3])

@@ -1,17 +1,24 @@
-"""What the attention of a layer computes besides products of queries, keys and values."""
+"""Forms of attention: which tokens see which, bounds of scores, and sinks; and the pass in which a layer is called."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from leaderless.planner.memory.attention_kinds import FULL, AttentionKind
 
+if TYPE_CHECKING:
+    from leaderless.models.attention.packed import Attention
+
 
 class AttentionForm(NamedTuple):
-    """What the attention of a layer computes.
+    """Form of the attention of a layer.
 
     Attributes:
         scale: Factor of the dot products.
@@ -26,7 +33,12 @@ class AttentionForm(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether any kernel for causal attention computes it."""
-        return self.kind == FULL and self.sinks is None
+        return self.kind.sees_all and self.kind.softcap is None and self.sinks is None
+
+    @property
+    def with_all_keys(self) -> AttentionForm:
+        """The same without window and chunks."""
+        return self._replace(kind=replace(self.kind, window=None, chunk=None))
 
     def part(self, place: int, count: int) -> AttentionForm:
         """The form of a part of the heads, of which there are several of equal size."""
@@ -73,3 +85,34 @@ def seen_keys(kind: AttentionKind, queries: Tensor, keys: Tensor) -> Tensor:
 def as_scores(is_seen: Tensor) -> Tensor:
     """The float32 numbers that are added to scores: 0 where a key is seen, and minus infinity elsewhere."""
     return torch.zeros(is_seen.shape, device=is_seen.device).masked_fill_(~is_seen, -torch.inf)
+
+
+class LayerPass(NamedTuple):
+    """A pass through the layers of a model.
+
+    Attributes:
+        attention: Attention of the tokens.
+        kinds: Kind of attention of each layer.
+    """
+
+    attention: Attention
+    kinds: Sequence[AttentionKind]
+
+
+# Not all layers of `transformers` pass on what their attention needs.
+_CURRENT: ContextVar[LayerPass | None] = ContextVar("pass", default=None)
+
+
+def current_pass() -> LayerPass | None:
+    """The pass in which a layer is called; None outside of one."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def passing(now: LayerPass | None) -> Iterator[None]:
+    """Call layers in a pass, or outside of one."""
+    token = _CURRENT.set(now)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)

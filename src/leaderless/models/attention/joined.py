@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from leaderless.models.attention.blocks import PromptBlock
+from leaderless.models.attention.blocks import LengthBucket, LengthBuckets, PromptBlock
 from leaderless.models.attention.form import AttentionForm, as_scores, gradient_of_sinks, seen_keys
-from leaderless.models.attention.length_buckets import LengthBucket, LengthBuckets
 from leaderless.models.attention.recurrence import Mixer, RecurrentPasses
 from leaderless.models.attention.some_keys import attend_some, gradients_of_some
 from leaderless.models.uploads import placed

@@ -17,9 +17,8 @@ from transformers import AttentionInterface
 from typing_extensions import override
 
 from leaderless.models.attention import npu
-from leaderless.models.attention.blocks import PromptBlock
-from leaderless.models.attention.current_pass import current_pass
-from leaderless.models.attention.form import AttentionForm
+from leaderless.models.attention.blocks import LengthBuckets, PromptBlock
+from leaderless.models.attention.form import AttentionForm, current_pass
 from leaderless.models.attention.joined import JoinedAttention
 from leaderless.models.attention.recurrence import Mixer
 
@@ -114,10 +113,13 @@ class PackedAttention(JoinedAttention):
         ends = [*accumulate(lengths)]
         blocks = [PromptBlock(range(0), range(end - own, end)) for own, end in zip(lengths, ends, strict=True)]
         super().__init__(blocks, device)
+        self._longest = max(lengths)
+        self._buckets = LengthBuckets(lengths, device)  # now, as part of what a pass sends to its device
 
     @override
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-        if not form.is_plain:
+        is_within = form.kind.first_key(self._longest - 1) == 0  # no window is exceeded
+        if not (form if not is_within else form.with_all_keys).is_plain:
             return super().attend(layer, query, key, value, form)
         parts = ([bucket.take(values) for values in (query, key, value)] for bucket in self._buckets.all)
         return self._buckets.join([attend_padded(q, k, v, None, form.scale) for q, k, v in parts])

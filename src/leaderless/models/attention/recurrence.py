@@ -10,17 +10,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from leaderless.models.attention.blocks import PromptBlock
-from leaderless.models.attention.current_pass import current_pass
-from leaderless.models.attention.length_buckets import LengthBuckets
-from leaderless.models.attention.repeats import Repeats
+from leaderless.models.attention.blocks import LengthBuckets, PromptBlock, Repeats
+from leaderless.models.attention.form import current_pass
 from leaderless.models.uploads import placed
 
 _TRIED_TOKENS = 13
@@ -123,11 +120,34 @@ class Mixer(Protocol):
         """Read the tokens of sequences, [n, tokens, hidden_size], after what states know, which are updated."""
 
 
+class RecurrentLayer:
+    """The function `forward` of a layer of `transformers` that reads by recurrence, in passes and outside of them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Wrap a layer, which knows its number."""
+        self._forward, self._layer = module.forward, cast("int", module.layer_idx)
+        names = inspect.signature(self._forward).parameters
+        self._cache = next((name for name in ("cache", "cache_params") if name in names), "cache")
+
+    def read(self, rows: Tensor, states: LayerStates | None = None) -> Tensor:
+        """Read sequences; see `Mixer`."""
+        found = self._forward(rows, **{self._cache: states})
+        return cast("Tensor", found if isinstance(found, Tensor) else found[0])
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, hidden_states: Tensor, *rest: object, **named: object) -> Tensor:
+        """Call the layer with [1, T, hidden_size] tokens of a pass; outside of one, as `transformers` does."""
+        current = current_pass()
+        if current is None:
+            return cast("Tensor", self._forward(hidden_states, *rest, **named))
+        return current.attention.recur(self._layer, self.read, hidden_states.squeeze(0)).unsqueeze(0)
+
+
 def read_in_passes(model: nn.Module) -> None:
     """Have the layers of a model that read by recurrence do so in packed passes, from now on."""
     for module in model.modules():
-        if is_mixer(module) and not isinstance(module.forward, partial):
-            module.forward = partial(_mix, module, module.forward)
+        if is_mixer(module) and not isinstance(module.forward, RecurrentLayer):
+            module.forward = RecurrentLayer(module)
 
 
 def is_mixer(module: nn.Module) -> bool:
@@ -145,43 +165,19 @@ def states_problem(model: nn.Module, hidden_size: int) -> str:
     """
     generator, tried = torch.Generator().manual_seed(0), set[type]()
     for module in model.modules():
-        if not is_mixer(module) or type(module) in tried:
+        layer = module.forward
+        if not isinstance(layer, RecurrentLayer) or type(module) in tried:
             continue
         tried.add(type(module))
-        rows = 3 * torch.randn(2, _TRIED_TOKENS, hidden_size, generator=generator)
-        mixer, end = partial(_call, module), _TRIED_TOKENS - 2
-        whole = mixer(rows)[:, end:]
+        rows, end = 3 * torch.randn(2, _TRIED_TOKENS, hidden_size, generator=generator), _TRIED_TOKENS - 2
+        whole = layer.read(rows)[:, end:]
         for lengths in ([end, 2], [end, 1, 1]):
             states = LayerStates()
-            found = torch.cat([mixer(part, states) for part in torch.split(rows, lengths, dim=1)], dim=1)[:, end:]
+            found = torch.cat([layer.read(part, states) for part in torch.split(rows, lengths, dim=1)], dim=1)[:, end:]
             error = float((found - whole).abs().max() / whole.std().clamp(min=1e-12))
             if not error < _TOLERANCE:
                 return f"layers of class {type(module).__name__} do not continue from their states, by {error:.2g}"
     return ""
-
-
-def _call(module: nn.Module, rows: Tensor, states: LayerStates | None = None) -> Tensor:
-    """Call a layer that reads by recurrence, in or outside of a pass, for what it gives on."""
-    forward = module.forward.args[1] if isinstance(module.forward, partial) else module.forward
-    cache = "cache" if "cache" in inspect.signature(forward).parameters else "cache_params"
-    found = forward(rows, **{cache: states})
-    return cast("Tensor", found if isinstance(found, Tensor) else found[0])
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _mix(
-    module: nn.Module,
-    forward: Callable[..., Tensor],
-    hidden_states: Tensor,
-    *rest: object,
-    **named: object,
-) -> Tensor:
-    """Call a layer with [1, T, hidden_size] tokens of a pass; outside of one, as `transformers` does."""
-    current = current_pass()
-    if current is None:
-        return forward(hidden_states, *rest, **named)
-    mixed = current.attention.recur(cast("int", module.layer_idx), partial(_call, module), hidden_states.squeeze(0))
-    return mixed.unsqueeze(0)
 
 
 class _Rows:
@@ -211,7 +207,8 @@ class RecurrentPasses:
 
     def __init__(self, blocks: Sequence[PromptBlock], device: torch.device) -> None:
         shared = list(dict.fromkeys(block.before for block in blocks if block.before))
-        alone = [block.own for block in blocks if not block.before and block.own not in set(shared)]
+        known = set(shared)
+        alone = [block.own for block in blocks if not block.before and block.own not in known]
         # The state behind padding would not be that of the prompt, so that those read together are equally long.
         by_length: dict[int, list[range]] = {}
         for prompt in shared:

@@ -17,9 +17,9 @@ from torch.autograd.function import FunctionCtx
 from typing_extensions import override
 
 from leaderless.distributed.in_flight import PendingMessage
+from leaderless.models.attention.blocks import LengthBuckets
 from leaderless.models.attention.form import AttentionForm, gradient_of_sinks
 from leaderless.models.attention.joined import heads_first, tokens_first
-from leaderless.models.attention.length_buckets import LengthBuckets
 from leaderless.models.attention.packed import Attention
 from leaderless.models.attention.recurrence import Mixer
 from leaderless.models.attention.shared_prompts import Family, blocks_of

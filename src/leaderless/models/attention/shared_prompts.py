@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from leaderless.models.attention.blocks import PromptBlock
+from leaderless.models.attention.blocks import PromptBlock, Repeats
 from leaderless.models.attention.form import AttentionForm
 from leaderless.models.attention.joined import JoinedAttention
 from leaderless.models.attention.npu import MAX_SEQUENCES, FusionAttention, attend_packed, fusion_attention
 from leaderless.models.attention.packed import Attention, PackedAttention, attend_padded
 from leaderless.models.attention.recurrence import Mixer
-from leaderless.models.attention.repeats import Repeats
 from leaderless.models.uploads import placed
 
 

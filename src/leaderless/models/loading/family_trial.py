@@ -95,12 +95,12 @@ def _shrink(part: PreTrainedConfig) -> None:
         if isinstance(value, int) and not isinstance(value, bool) and value > largest and name not in changed:
             changed[name] = largest
     if isinstance(layers, int) and layers > NUM_LAYERS:
-        changed["num_hidden_layers"] = NUM_LAYERS
+        chosen = _chosen_layers(part, layers)
+        changed["num_hidden_layers"] = len(chosen)
         lists = json.loads(json.dumps({k: v for k, v in part.to_dict().items() if isinstance(v, list)}, default=str))
-        changed |= {name: values[:NUM_LAYERS] for name, values in lists.items() if len(values) == layers}
-        if isinstance(types := changed.get("layer_types"), list):
-            others = [one for one in dict.fromkeys(lists["layer_types"]) if one not in types]
-            changed["layer_types"] = [*types[: NUM_LAYERS - len(others)], *others]
+        changed |= {name: [own[layer] for layer in chosen] for name, own in lists.items() if len(own) == layers}
+        if isinstance(with_attention := getattr(part, "attn_layer_indices", None), list):
+            changed["attn_layer_indices"] = [place for place, layer in enumerate(chosen) if layer in with_attention]
     changed |= {name: value for name, value in _PER_LAYER.items() if getattr(part, name, None)}
     for number, size in _STATE_HEADS:  # together they are as wide as the layer
         has_own_width = getattr(part, "mamba_d_ssm", None) is not None
@@ -111,6 +111,14 @@ def _shrink(part: PreTrainedConfig) -> None:
     words = changed.get("vocab_size")
     if isinstance(words, int) and isinstance(padding := getattr(part, "pad_token_id", None), int) and padding >= words:
         part.pad_token_id = None
+
+
+def _chosen_layers(part: PreTrainedConfig, count: int) -> list[int]:
+    """Layers of a part that a small one has: some of each type, and else the first ones."""
+    types = getattr(part, "layer_types", None) or [None] * count
+    one_of_each = [types.index(one) for one in dict.fromkeys(types)]
+    rest = [layer for layer in range(count) if layer not in one_of_each]
+    return sorted([*one_of_each, *rest[: max(0, NUM_LAYERS - len(one_of_each))]])
 
 
 def _fewer_heads(part: PreTrainedConfig, heads: int) -> dict[str, object]:

@@ -26,8 +26,7 @@ from transformers.conversion_mapping import (
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from leaderless.config import RecipeError
-from leaderless.models.attention.current_pass import LayerPass, passing
-from leaderless.models.attention.form import AttentionForm
+from leaderless.models.attention.form import AttentionForm, LayerPass, passing
 from leaderless.models.attention.joined import JoinedAttention
 from leaderless.models.attention.packed import ATTENTION_NAME, Attention
 from leaderless.models.attention.recurrence import Mixer, read_in_passes, states_problem

@@ -20,7 +20,7 @@ from leaderless.config import RecipeError
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.distributed.weights.blocks import Placement
 from leaderless.distributed.weights.tensor_parallel import stage_rows
-from leaderless.models.attention.current_pass import LayerPass, passing
+from leaderless.models.attention.form import LayerPass, passing
 from leaderless.models.attention.packed import PackedAttention
 from leaderless.models.decoder import Decoder
 from leaderless.models.loading.support import kinds_of

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from leaderless.data.prompts.images import PromptImage
+from leaderless.models.attention.blocks import Repeats
 from leaderless.models.attention.packed import Attention
-from leaderless.models.attention.repeats import Repeats
 from leaderless.models.attention.shared_prompts import Family
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.decoder import Decoder

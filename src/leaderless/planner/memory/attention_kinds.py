@@ -11,6 +11,7 @@ SETTINGS = (
     "layer_types",
     "sliding_window",
     "use_sliding_window",
+    "max_window_layers",
     "attention_chunk_size",
     "attn_logit_softcapping",
 )
@@ -67,14 +68,16 @@ def attention_kinds(described: Mapping[str, Any]) -> tuple[AttentionKind, ...]:
         ValueError: A layer is of a type that cannot be computed, or has no size of its window or chunk.
     """
     window, chunk = described.get("sliding_window"), described.get("attention_chunk_size")
-    if described.get("use_sliding_window") is False:
-        window = None
+    first = 0
+    if (is_used := described.get("use_sliding_window")) is not None:  # as Qwen2 describes it
+        window, first = (window, described.get("max_window_layers") or 0) if is_used else (None, 0)
     sizes: dict[str, dict[str, Any]] = {WINDOW_LAYER: {"window": window}, CHUNK_LAYER: {"chunk": chunk}}
     sizes |= {FULL_LAYER: {}, "hybrid": {"is_recurrent": True}}
     sizes |= {name: {"has_attention": False, "is_recurrent": True} for name in RECURRENT_LAYERS}
     sizes |= {name: {"has_attention": False} for name in SINGLE_TOKEN_LAYERS}
     usual = FULL_LAYER if window is None else WINDOW_LAYER
-    types = described.get("layer_types") or [usual] * int(described["num_hidden_layers"] or 0)
+    count = int(described.get("num_hidden_layers") or 0)
+    types = described.get("layer_types") or [FULL_LAYER if layer < first else usual for layer in range(count)]
     if unknown := sorted({*types} - {*sizes}):
         raise ValueError(f"layers of type {unknown[0]} are not supported, only {', '.join(sizes)}")
     for type_of_layer, size in sizes.items():

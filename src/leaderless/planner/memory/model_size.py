@@ -32,6 +32,8 @@ TIED_UNLESS_SAID = {"gemma", "smollm3"}
 FAMILIES = QKV_BIAS | NO_BIAS | TIED_UNLESS_SAID | {"granite", "llama", "qwen3", "qwen3_moe"}
 """Families whose weights are counted, as the configuration's `model_type` calls them."""
 
+_QWEN_WINDOWS = {"use_sliding_window": False, "max_window_layers": 28}
+"""Settings of windows of Qwen's families, unless a `config.json` has others."""
 _COUNTS = (
     "hidden_size",
     "intermediate_size",
@@ -257,6 +259,7 @@ def _decoder_size(config: dict[str, int], vision: VisionSize | None, *, is_criti
     feed_forward = [_feed_forward(config, layer) for layer in range(layers)]
     in_layers = layers * (attention + 2 * hidden) + sum(weights for weights, _ in feed_forward)
     in_layers += vision.num_parameters if vision else 0
+    described = (_QWEN_WINDOWS if family.startswith("qwen") else {}) | config
     return ModelSize(
         num_parameters=in_layers + embeddings + hidden,
         num_layer_parameters=in_layers,
@@ -273,7 +276,7 @@ def _decoder_size(config: dict[str, int], vision: VisionSize | None, *, is_criti
         num_expert_parameters=num_mixed * experts * 3 * hidden * (config.get("moe_intermediate_size") or intermediate),
         max_positions=config["max_position_embeddings"],
         is_tied=bool(is_tied) and not is_critic,
-        is_plain=all(kind == FULL for kind in attention_kinds(config)),
+        is_plain=all(kind == FULL for kind in attention_kinds(described)),
         vision=vision,
     )
 

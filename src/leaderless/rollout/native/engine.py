@@ -425,11 +425,11 @@ class NativeEngine:
             sequences = [self._active[segment] for slots in self._responses for segment in slots.segments]
             prompts = [s.prompt.segment if s.prompt.is_shared else None for s in sequences]
             shared = SharedPrompts(self._prompts, prompts, self.device) if any(prompts) else None
-            self._rows = DecodeRows(sequences, shared, draws_of(sequences))
+            self._rows = DecodeRows(sequences, shared, draws_of(sequences), {})
         rows = self._rows
         positions = [sequence.num_tokens - 1 - sequence.prompt.saved for sequence in rows.sequences]
         tokens = [sequence.completion.tokens[-1] for sequence in rows.sequences]
-        attention = DecodeAttention(self._responses, rows.shared, self.device)
+        attention = DecodeAttention(self._responses, rows.shared, rows.batches, self.device)
         inputs, at = (torch.tensor(one).to(self.device) for one in (tokens, positions))
         everywhere = torch.arange(len(tokens), device=self.device)
         logits = self._forward(inputs, at, attention, everywhere)

@@ -19,6 +19,8 @@ from leaderless.models.uploads import placed
 from leaderless.planner.memory.limits import MOST_SPARE_SLOTS, SMALLEST_SLOT
 
 LayerKeysValues = tuple[Tensor, Tensor]
+StateBatches = dict[int, tuple[LayerStates, list[LayerStates]]]
+"""States of the rows of a pass by layer, together and of each row, which are parts of the former."""
 
 
 @dataclass(eq=False)
@@ -148,7 +150,8 @@ class Slots:
         self._num_active += 1
 
     def keep(self, segment: Segment) -> None:
-        """Keep an active segment."""
+        """Keep an active segment, with states apart from those of the responses that were decoded with it."""
+        segment.states = {layer: states.copy() for layer, states in segment.states.items()}
         self._num_active -= 1
         self._exchange(segment, self._segments[self._num_active])
 
@@ -223,7 +226,6 @@ class SegmentStore:
         """Start without segments; stores share shapes, so that segments can be copied between them."""
         self._shapes = shapes
         self._sizes: dict[int, Slots] = {}
-        self._batches: dict[int, tuple[LayerStates, list[LayerStates]]] = {}
 
     def __iter__(self) -> Iterator[Slots]:
         """Iterate over slots that have active segments, the smallest first."""
@@ -239,7 +241,7 @@ class SegmentStore:
         joined = slots.add(first.length + second.length)
         slots.copy(first, joined, 0)
         slots.copy(second, joined, first.length)
-        joined.states = {layer: states.copy() for layer, states in second.states.items()}
+        joined.states = second.states or first.states  # a response of one token has none of its own
         return joined
 
     def resume(self, segment: Segment, num_known: int, length: int) -> None:
@@ -253,10 +255,12 @@ class SegmentStore:
             segment.home.activate(segment)
         segment.length = length
 
-    def recur(self, layer: int, mixer: Mixer, hidden: Tensor, prompts: Sequence[Segment | None]) -> Tensor:
+    def recur(
+        self, batches: StateBatches, layer: int, mixer: Mixer, hidden: Tensor, prompts: Sequence[Segment | None]
+    ) -> Tensor:
         """Read a token of each active segment, [n, hidden_size], by recurrence; the first one after its prompt."""
         segments = [segment for slots in self for segment in slots.segments]
-        batch, parts = self._batches.get(layer, (LayerStates(), []))
+        batch, parts = batches.get(layer, (LayerStates(), []))
         own = [
             segment.states[layer] if prompt is None or layer in segment.states else prompt.states[layer]
             for segment, prompt in zip(segments, prompts, strict=True)
@@ -267,7 +271,7 @@ class SegmentStore:
             parts = [batch.changed(itemgetter(slice(row, row + 1))) for row in range(len(segments))]
             for segment, part in zip(segments, parts, strict=True):
                 segment.states[layer] = part
-            self._batches[layer] = batch, parts
+            batches[layer] = batch, parts
         return batch.advanced(mixer, hidden.unsqueeze(1)).squeeze(1)
 
     def grow(self) -> bool:

@@ -15,7 +15,7 @@ from leaderless.data.prompts.images import PromptImage, num_alike
 from leaderless.models.attention.shared_prompts import Family
 from leaderless.models.vision.mrope import grid_positions
 from leaderless.rollout.engine import Completion, SamplingParams
-from leaderless.rollout.native.kv_cache import Segment, Store
+from leaderless.rollout.native.kv_cache import Segment, StateBatches, Store
 from leaderless.rollout.native.segment_attention import PromptPart, SharedPrompts
 
 Key = tuple[tuple[int, ...], tuple[PromptImage, ...], int]
@@ -85,6 +85,7 @@ class DecodeRows(NamedTuple):
     sequences: list[Response]  # in the order of the segments
     shared: SharedPrompts | None
     draws: Draws
+    batches: StateBatches
 
 
 class PrefillPart(NamedTuple):
@@ -178,9 +179,8 @@ class KeptConversations:
         most = min(segment.length, len(prompt) - 1)
         if tokens[:most] != prompt[:most]:
             most = next(place for place in range(most) if tokens[place] != prompt[place])
-        if segment.states and most < segment.length:
-            return 0  # states cannot go back to an earlier token
-        return num_alike(seen, images, most)
+        most = num_alike(seen, images, most)
+        return 0 if segment.states and most < segment.length else most  # states cannot go back to an earlier token
 
     def experts(self, conversation: int, num_known: int) -> list[bytes]:
         """Experts of the first tokens of a conversation that is kept."""

@@ -18,7 +18,7 @@ from leaderless.models.attention.some_keys import attend_some, bounded, flash_on
 from leaderless.models.scoring import bmm_in_float32
 from leaderless.models.uploads import placed
 from leaderless.planner.memory.attention_kinds import AttentionKind
-from leaderless.rollout.native.kv_cache import KeyValueStore, Segment, SegmentStore, Slots
+from leaderless.rollout.native.kv_cache import KeyValueStore, Segment, SegmentStore, Slots, StateBatches
 
 
 class _Seen(NamedTuple):
@@ -194,9 +194,14 @@ class DecodeAttention:
     The rows of the pass are the segments of the responses, in the order of their sizes and slots.
     """
 
-    def __init__(self, store: SegmentStore, shared: SharedPrompts | None, device: torch.device) -> None:
-        """Prepare a pass over a store with room for one more token in each segment; `shared` are prompts outside."""
-        self.shared, self._store = shared, store
+    def __init__(
+        self, store: SegmentStore, shared: SharedPrompts | None, batches: StateBatches, device: torch.device
+    ) -> None:
+        """Prepare a pass over a store with room for one more token in each segment.
+
+        `shared` are prompts outside of the store; batches of states are kept as long as the rows are the same.
+        """
+        self.shared, self._store, self._batches = shared, store, batches
         self._tiers: list[_Tier] = []
         own: list[int] = []
         for slots in store:
@@ -224,7 +229,8 @@ class DecodeAttention:
 
     def recur(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
         """Read the new token of each row after the states of its segment."""
-        return self._store.recur(layer, mixer, hidden, self.shared.prompts if self.shared else [None] * len(hidden))
+        prompts = self.shared.prompts if self.shared else [None] * len(hidden)
+        return self._store.recur(self._batches, layer, mixer, hidden, prompts)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Write the new token of each row, and attend tier by tier, then to shared prompts."""
@@ -299,7 +305,7 @@ class PrefillAttention:
             before = part.segment if part.begin else part.prompt
             states = LayerStates() if before is None else before.states[layer].copy()
             results.append(mixer(rows.unsqueeze(0), states).squeeze(0))
-            part.segment.states[layer] = states
+            part.segment.states[layer] = states.copy()  # else they would keep all inputs of a convolution
         return torch.cat(results)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
@@ -383,6 +389,7 @@ class _LaterBlocks:
         # Padding repeats the last token of a block.
         self._queries = placed(rows + torch.minimum(steps, counts - 1), device)
         self._positions = placed(begins + steps, device)
+        self._seen: dict[AttentionKind, Tensor] = {}
         is_real = (steps < counts).flatten()
         self._real = None if bool(is_real.all()) else placed(is_real.nonzero().squeeze(1), device)
 
@@ -391,7 +398,10 @@ class _LaterBlocks:
         rows = self._queries.flatten()
         block = query.index_select(0, rows).view(*self._queries.shape, *query.shape[1:]).transpose(1, 2)
         keys, values = (tensor.transpose(0, 1) for tensor in self._read(layer))
-        is_seen = seen_keys(form.kind, self._positions, torch.arange(self._longest, device=query.device)).unsqueeze(1)
+        is_seen = self._seen.get(form.kind)
+        if is_seen is None:
+            keys_at = torch.arange(self._longest, device=query.device)
+            is_seen = self._seen[form.kind] = seen_keys(form.kind, self._positions, keys_at).unsqueeze(1)
         result = attend_seen(block, keys, values, is_seen, form).transpose(1, 2).flatten(0, 1)
         if self._real is not None:
             rows, result = rows.index_select(0, self._real), result.index_select(0, self._real)
@@ -408,13 +418,17 @@ class _AfterPrompt:
         both = (part.prompt, part.prompt.length), (part.segment, block.end)
         self._parts = [segment.home.reader([segment], length, device) for segment, length in both]
         self._positions = placed(torch.arange(part.position + part.count), device)
+        self._seen: dict[AttentionKind, Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, output: Tensor, form: AttentionForm) -> None:
         """Attend with the rows of the block, and write them into the output."""
         both = zip(*(read(layer) for read in self._parts), strict=True)
         keys, values = (torch.cat([own[:, 0] for own in tensors], 1)[None] for tensors in both)
         block = query[self._rows].transpose(0, 1)[None]
-        is_seen = seen_keys(form.kind, self._positions[-block.shape[2] :], self._positions)[None, None]
+        is_seen = self._seen.get(form.kind)
+        if is_seen is None:
+            own = self._positions[-block.shape[2] :]
+            is_seen = self._seen[form.kind] = seen_keys(form.kind, own, self._positions)[None, None]
         output[self._rows] = attend_seen(block, keys, values, is_seen, form)[0].transpose(0, 1)
 
 

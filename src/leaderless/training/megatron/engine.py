@@ -290,6 +290,12 @@ def make_engine(setup: EngineSetup) -> MegatronEngine:
             f"a model of type {model.model.config.model_type} scales or caps its logits, and cannot be in Megatron "
             "yet: use fsdp",
         )
+    if not model.is_plain:
+        raise RecipeError.at(
+            f"models.{setup.role}",
+            f"layers of type {model.model.config.model_type} with windows, sinks or a recurrence were not compared in "
+            "Megatron: use fsdp",
+        )
     meeting = choose_meeting(setup.layout, setup.process_group)
     settings = settings_of(setup, model.vocab_size, meeting, apart.answer_timeout_s)
     log = apart.logs / f"megatron-{setup.role}-rank-{rank}.log"
