@@ -43,11 +43,10 @@ def losses_of(loss: PolicyLoss) -> torch.Tensor:
     old = torch.randn(total, generator=generator) - 2
     new = (old + 0.8 * torch.randn(total, generator=generator)).requires_grad_()
     gain = torch.randn(total, generator=generator) * 3
-    is_chosen = torch.zeros(total, dtype=torch.bool)
+    is_chosen, columns = torch.zeros(total, dtype=torch.bool), dict.fromkeys(loss.reads, old)
     if loss.chooses_tokens:
         noise = torch.rand(total, generator=generator)
-        is_chosen = loss.choose(ChoiceInputs(new.detach(), gain, noise, lambda values: values))
-    columns = dict.fromkeys(loss.reads, old)
+        is_chosen = loss.choose(ChoiceInputs(new.detach(), gain, noise, lambda values: values, columns))
     values = compute(loss, LossInputs(new, old, gain, LENGTHS, new > -torch.inf, is_chosen, columns, 1)).loss
     (gradient,) = torch.autograd.grad(values.sum(), new)
     return torch.cat([values.detach(), gradient])
