@@ -97,6 +97,7 @@ REFUSED = [
     ({"kl": {"coefficient": 0.1, "place": "reward"}, "proximal": "interpolated"}, "algorithm.proximal"),
     ({"policy_loss": {"type": "dppo"}, "correction": {"type": "mask"}}, "algorithm.correction.type"),
     ({"policy_loss": {"type": "dppo"}, "proximal": "interpolated"}, "algorithm.proximal"),
+    ({"advantage": {"type": "gae", "length_alpha": 0.05, "decay": 0.9}}, "algorithm.advantage.decay"),
     ({"kl": {"target": 0.1}}, "algorithm.kl.target"),
     ({"correction": {"lowest": 3.0}}, "algorithm.correction.lowest"),
     ({"policy_loss": {"type": "clip_cov", "lowest": 9.0}}, "algorithm.policy_loss.lowest"),

@@ -57,6 +57,7 @@ CASES: dict[str, dict[str, Any]] = ADVANTAGES | {
     "gae without whitening": {"advantage": {"type": "gae", "whiten": False, "discount": 0.9}, "kl": IN_REWARD},
     "long responses": {"advantage": {"type": "grpo"}, "overlong": {"buffer_tokens": 3, "filter": True}},
 }
+    "gae by length": {"advantage": {"type": "gae", "length_alpha": 0.4, "critic_decay": 1.0}},
 
 Result = TypeVar("Result")
 REMAX = functools.cache(lambda: context_of("advantage", {"kl": IN_REWARD}, "remax"))
