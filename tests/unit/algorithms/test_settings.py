@@ -32,6 +32,11 @@ OTHERS = {
     "divergence": "kl",
     "threshold": 0.01,
     "max_ratio": 1.0,
+    "level": "token",
+    "power_positive": 1.0,
+    "rate_positive": 1.0,
+    "power_negative": 1.0,
+    "rate_negative": 1.0,
 }
 """Another value of each setting of a loss."""
 
@@ -95,8 +100,15 @@ REFUSED = [
     ({"kl": {"coefficient": 0.1, "place": "reward", "estimator": "absolute"}}, "algorithm.kl.estimator=absolute"),
     ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, "algorithm.kl.estimator=k1"),
     ({"kl": {"coefficient": 0.1, "place": "reward"}, "proximal": "interpolated"}, "algorithm.proximal"),
-    ({"policy_loss": {"type": "dppo"}, "correction": {"type": "mask"}}, "algorithm.correction.type"),
-    ({"policy_loss": {"type": "dppo"}, "proximal": "interpolated"}, "algorithm.proximal"),
+    *(
+        ({"policy_loss": {"type": kind}, **other}, key)
+        for kind in ("dppo", "m2po", "topr", "vespo")
+        for other, key in (
+            ({"correction": {"type": "mask"}}, "algorithm.correction.type"),
+            ({"proximal": "interpolated"}, "algorithm.proximal"),
+        )
+    ),
+    ({"advantage": {"type": "maxrl"}, "kl": {"coefficient": 0.1, "place": "reward"}}, "algorithm.kl.place"),
     ({"advantage": {"type": "gae", "length_alpha": 0.05, "decay": 0.9}}, "algorithm.advantage.decay"),
     ({"kl": {"target": 0.1}}, "algorithm.kl.target"),
     ({"correction": {"lowest": 3.0}}, "algorithm.correction.lowest"),
