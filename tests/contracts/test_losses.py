@@ -95,11 +95,13 @@ def test_a_choice_depends_on_neither_order_nor_ranks(name: str) -> None:
     inputs = tokens()
     noise = torch.rand(len(inputs.advantages), generator=torch.Generator().manual_seed(2))
     columns = (inputs.log_probs.detach(), inputs.advantages, noise)
-    chosen = loss.choose(ChoiceInputs(*columns, lambda values: values))
+    read = {name: inputs.columns[name] for name in loss.reads}
+    chosen = loss.choose(ChoiceInputs(*columns, lambda values: values, read))
     assert chosen.dtype == torch.bool
     assert 0 < int(chosen.sum()) < len(chosen)
     order = torch.randperm(len(noise), generator=torch.Generator().manual_seed(3))
-    other = loss.choose(ChoiceInputs(*(column[order] for column in columns), lambda values: values))
+    read = {name: values[order] for name, values in read.items()}
+    other = loss.choose(ChoiceInputs(*(column[order] for column in columns), lambda values: values, read))
     assert torch.equal(other, chosen[order])
 
 

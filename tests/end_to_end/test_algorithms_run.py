@@ -39,11 +39,13 @@ CASES: dict[str, dict[str, object]] = {
     },
     **{
         f"{kind} loss": {"algorithm.policy_loss": {"type": kind}}
-        for kind in ("reinforce", "gmpo", "sapo", "clip_cov", "kl_cov", "dppo")
+        for kind in ("reinforce", "gmpo", "sapo", "clip_cov", "kl_cov", "dppo", "topr", "vespo")
     },
+    "m2po loss": {"algorithm.policy_loss": {"type": "m2po", "threshold": 1e-9}},
     "dual clip": {"algorithm.policy_loss": {"dual_clip": 1.1}},
     **{f"{kind} advantage": {"algorithm.advantage": {"type": kind}} for kind in ("gdpo", "opo", "gpg", "reinforce_pp")},
     "pass at k": {"algorithm.advantage": {"type": "pass_at_k", "k": 2, "correct_at": 0.5}},
+    "maxrl": {"algorithm.advantage": {"type": "maxrl", "correct_at": 0.5}},
     "rejection": {"workflow": "rejection", "algorithm.advantage.correct_at": 0.5},
     "baseline": {"algorithm.advantage": {"type": "reinforce_pp", "group_baseline": True, "discount": 0.9}},
     "kl in the reward": {"algorithm.kl": {"coefficient": 0.5, "place": "reward", "estimator": "k1", "target": 0.01}},
@@ -68,7 +70,7 @@ SETTINGS: dict[str, object] = {
 
 OVER_RANKS = (
     *("cpgd", "reinforce_pp", "remax", "distillation", "rejection", "custom"),
-    *("clip_cov loss", "kl_cov loss", "dppo loss", "gpg advantage", "baseline"),
+    *("clip_cov loss", "kl_cov loss", "dppo loss", "m2po loss", "gpg advantage", "baseline"),
     *("adaptive kl", "token mean with entropy", "masked correction"),
 )
 """Algorithms that need numbers of all samples of a step, or columns of their own; the others add up what each sample

@@ -30,6 +30,7 @@ from leaderless.algorithms.packed import segment_mean as segment_mean
 from leaderless.algorithms.packed import segment_sum as segment_sum
 from leaderless.algorithms.packed import token_weights as token_weights
 from leaderless.algorithms.packed import unpack as unpack
+from leaderless.algorithms.policy_loss import BehaviorLoss as BehaviorLoss
 from leaderless.algorithms.policy_loss import ChoiceInputs as ChoiceInputs
 from leaderless.algorithms.policy_loss import LossInputs as LossInputs
 from leaderless.algorithms.policy_loss import LossOutput as LossOutput

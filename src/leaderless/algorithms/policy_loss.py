@@ -62,12 +62,14 @@ class ChoiceInputs:
         advantages: [total].
         noise: [total], uniform between 0 and 1, and determined by sample and position.
         sum_over_ranks: Function that sums a tensor over all ranks, which call it equally often.
+        columns: Columns that the class names in `reads`, by name, [total, ...], as in `LossInputs`.
     """
 
     log_probs: Tensor
     advantages: Tensor
     noise: Tensor
     sum_over_ranks: Callable[[Tensor], Tensor]
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,33 @@ class ResponseLoss(PolicyLoss):
             yield (
                 f"algorithm.aggregation={algorithm.aggregation} does not go with policy_loss.type={self.type}, which "
                 "is defined as a mean over responses: use sequence_mean_token_mean"
+            )
+
+
+class BehaviorLoss(PolicyLoss):
+    """A loss with ratios to the engine that sampled, which cover both old weights and other arithmetic.
+
+    There are two policies and no third one between them, so old rows need no other correction.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("rollout_log_probs",)
+
+    @staticmethod
+    def log_ratio_to_engine(inputs: LossInputs | ChoiceInputs) -> Tensor:
+        """[total] logarithms of the ratios of current probabilities to the engine's, at least in float32."""
+        return log_ratio_of(inputs.log_probs, inputs.columns["rollout_log_probs"])
+
+    def refusals(self, algorithm: AlgorithmConfig) -> Iterator[str]:
+        """Reasons why it cannot be combined with other settings of the algorithm: a policy that it does not look at."""
+        if algorithm.correction.type != "none":
+            yield (
+                f"algorithm.correction.type={algorithm.correction.type} does not go with policy_loss.type={self.type}, "
+                "whose ratio is to the engine that sampled already: set it to none"
+            )
+        if algorithm.proximal == "interpolated":
+            yield (
+                f"algorithm.proximal=interpolated does not go with policy_loss.type={self.type}, which has no policy "
+                "between the one that sampled and the current one: leave it out"
             )
 
 

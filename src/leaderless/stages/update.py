@@ -83,7 +83,7 @@ def update(batch: Batch, context: StageContext) -> Batch:
     counted = Counted.of(batch, counted_samples(batch, context), context)
     for mini_batch in mini_batches(with_temperatures(batch, context), counted, algorithm.aggregation, context):
         own = token_columns(mini_batch.rows, algorithm.policy_loss.reads)
-        columns = _Columns(mini_batch, own, _choose(mini_batch, context), before)
+        columns = _Columns(mini_batch, own, _choose(mini_batch, own, context), before)
         now = OptimizerUpdate(engine, mini_batch, context)
         for micro_batch in now:
             with now.passes.memory():
@@ -145,8 +145,11 @@ def ages_of(staleness: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield name, (staleness >= first) & (staleness <= last)
 
 
-def _choose(mini_batch: MiniBatch, context: StageContext) -> Tensor:
-    """[total] bool: tokens that the loss treats differently, among those that count; none for most losses."""
+def _choose(mini_batch: MiniBatch, own: Mapping[str, Tensor], context: StageContext) -> Tensor:
+    """[total] bool: tokens that the loss treats differently, among those that count; none for most losses.
+
+    `own` are the columns that the loss reads, [total, ...] by name.
+    """
     recipe, rows, is_counted = context.recipe, mini_batch.rows, mini_batch.weights > 0
     is_chosen = torch.zeros_like(is_counted)
     loss = recipe.algorithm.policy_loss
@@ -161,7 +164,8 @@ def _choose(mini_batch: MiniBatch, context: StageContext) -> Tensor:
     # Independent of the noise that sampled the tokens.
     noise = uniform_noise(recipe.seed + context.step * 2**32, repeat_per_token(rows.ids, advantages.lengths), positions)
     columns = (scores.values[is_counted], advantages.values[is_counted], noise[is_counted])
-    is_chosen[is_counted] = loss.choose(ChoiceInputs(*columns, context.sum))
+    read = {name: values[is_counted] for name, values in own.items()}
+    is_chosen[is_counted] = loss.choose(ChoiceInputs(*columns, context.sum, read))
     return is_chosen
 
 

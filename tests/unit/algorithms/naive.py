@@ -24,6 +24,7 @@ from leaderless.algorithms.losses import POLICY_LOSSES
 from leaderless.algorithms.losses.clip_cov import ClipCovLoss
 from leaderless.algorithms.losses.dppo import Divergence, DppoLoss
 from leaderless.algorithms.losses.kl_cov import KlCovLoss
+from leaderless.algorithms.losses.m2po import M2poLoss
 
 AGGREGATIONS: tuple[Aggregation, ...] = (
     "token_mean",
@@ -125,6 +126,34 @@ def dppo(divergence: Divergence, threshold: float, largest: float) -> Case:
     )
 
 
+def product(tokens: Sequence[Token]) -> float:
+    return math.exp(clip(sum(new - old for new, old, _ in tokens), -20, 20))
+
+
+def tapered(tokens: Sequence[Token], ratios: Sequence[float]) -> list[float]:
+    return [1.0 if token[2] >= 0 else min(r, 1.0) for token, r in zip(tokens, ratios, strict=True)]
+
+
+def vespo_weights(tokens: Sequence[Token], good: tuple[float, float], bad: tuple[float, float]) -> list[float]:
+    w, weights = product(tokens), []
+    for token in tokens:
+        power, rate = good if token[2] >= 0 else bad
+        weights.append(w**power * math.exp(rate * (1 - w)))
+    return weights
+
+
+def weighted(loss: Callable[..., LossOutput], weights: Twin) -> Case:
+    """A loss that is a weight without gradient, of each token, times the policy gradient."""
+
+    def slope(tokens: Sequence[Token]) -> list[float]:
+        return [-weight * token[2] for weight, token in zip(weights(tokens), tokens, strict=True)]
+
+    def twin(tokens: Sequence[Token]) -> list[float]:
+        return [value * token[0] for value, token in zip(slope(tokens), tokens, strict=True)]
+
+    return Case(loss, twin, slope)
+
+
 def geometric(tokens: Sequence[Token]) -> float:
     return math.exp(sum(new - old for new, old, _ in tokens) / len(tokens))
 
@@ -153,6 +182,10 @@ def is_chosen(token: Token) -> bool:
 
 def kl_cov(token: Token, coefficient: float) -> float:
     return -ratio(token) * token[2] + (coefficient * abs(token[0] - token[1]) if is_chosen(token) else 0.0)
+
+
+def m2po(token: Token) -> float:
+    return 0.0 if is_chosen(token) else -ratio(token) * token[2]
 
 
 def value_loss(token: Token, width: float) -> float:
@@ -201,7 +234,7 @@ def per_token(function: Callable[..., LossOutput], **settings: float) -> Callabl
     return lambda new, old, gain, _: function(new, old, gain, **settings)
 
 
-def of(name: str, **settings: float) -> Callable[..., LossOutput]:
+def of(name: str, **settings: float | str) -> Callable[..., LossOutput]:
     return partial(loss_of, POLICY_LOSSES[name].model_validate(settings))
 
 
@@ -226,6 +259,15 @@ CASES: dict[str, Case] = {
     "cpgd": Case(of("cpgd", **SETTINGS_CPGD), each(cpgd, 0.2, 0.3, 0.1), each(cpgd_slope, 0.2, 0.3, 0.1, 0.5)),
     "dppo": dppo("total_variation", 0.02, 1.5),
     "dppo_kl": dppo("kl", 0.002, 10.0),
+    "topr": weighted(of("topr"), lambda t: tapered(t, [product(t)] * len(t))),
+    "topr_geometric": weighted(of("topr", level="geometric"), lambda t: tapered(t, [geometric(t)] * len(t))),
+    "topr_token": weighted(of("topr", level="token"), lambda t: tapered(t, [ratio(token) for token in t])),
+    "vespo": weighted(of("vespo"), lambda tokens: vespo_weights(tokens, (2.0, 3.0), (3.0, 2.0))),
+    "m2po": Case(
+        lambda new, old, gain, _: loss_of(M2poLoss(), new, old, gain, is_chosen=chosen(new, gain)),
+        each(m2po),
+        is_reinforce_on_policy=False,
+    ),
     "gspo": Case(
         of("gspo", clip_low=0.1, clip_high=0.2), lambda t: gspo(t, 0.1, 0.2), lambda t: gspo_slope(t, 0.1, 0.2)
     ),

@@ -26,6 +26,7 @@ from leaderless.algorithms.advantages.cpgd import CpgdAdvantage
 from leaderless.algorithms.advantages.distillation import DistillationAdvantage
 from leaderless.algorithms.advantages.gpg import GpgAdvantage
 from leaderless.algorithms.advantages.grpo import GrpoAdvantage
+from leaderless.algorithms.advantages.maxrl import MaxrlAdvantage
 from leaderless.algorithms.advantages.opo import OpoAdvantage
 from leaderless.algorithms.advantages.pass_at_k import PassAtKAdvantage
 from leaderless.algorithms.advantages.rejection import RejectionAdvantage
@@ -119,6 +120,10 @@ ESTIMATES: dict[str, tuple[Estimate, Twin]] = {
         estimate("cpgd", max_weight=2.0),
         lambda r, _n, s: [min(2.0, 1 / s) * (x - fmean(r)) for x in r],
     ),
+    "maxrl": (
+        estimate("maxrl", correct_at=0.1),
+        lambda r, _n, _s: [(float(x > 0) - fmean(float(y > 0) for y in r)) / fmean(float(y > 0) for y in r) for x in r],
+    ),
     **{f"pass_at_{k}": (estimate("pass_at_k", k=k, correct_at=0.1), naive_pass_at_k(k)) for k in (1, 2, 4)},
 }
 
@@ -143,7 +148,7 @@ def naive(name: str, samples: list[tuple[float, bool, int, int]]) -> tuple[list[
     }
 
     def worth(i: int) -> float:
-        return float(samples[i][0] > 0) if name.startswith("pass") else samples[i][0]
+        return float(samples[i][0] > 0) if name.startswith(("pass", "maxrl")) else samples[i][0]
 
     taught = {group: chosen for group, chosen in members.items() if len({worth(i) for i in chosen}) > 1}
     share = sum(len({samples[i][0] for i in chosen}) > 1 for chosen in members.values()) / len(members)
@@ -204,7 +209,7 @@ def test_groups_without_a_signal_have_no_advantage(name: str) -> None:
     assert count_groups_without_signal(result, groups) == (6, 6)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "cpgd", "pass_at_1"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "cpgd", "maxrl", "pass_at_1"])
 def test_a_failed_reward_leaves_its_group_and_the_others_are_as_if_it_had_never_been(name: str) -> None:
     rewards = torch.tensor([1.0, math.nan, math.nan, 1.0, 0.0, 1e30])
     valid, groups = torch.tensor([True, False, False, True, True, False]), torch.tensor([0, 0, 0, 1, 1, 1])
@@ -320,6 +325,29 @@ def test_pass_at_k_worked_by_hand() -> None:
 def test_pass_at_k_has_no_signal_where_a_set_cannot_be_formed_or_cannot_fail() -> None:
     for k in (2, 3, 4, 9):  # every pair of these contains a correct one; and there are not 4
         assert not advantages_of(PassAtKAdvantage(k=k), *one_group([1.0, 1.0, 0.0])).any()
+
+
+def test_maxrl_worked_by_hand() -> None:
+    # Of 4, one is correct: (1 - 1/4) / (1/4) = 3, and (0 - 1/4) / (1/4) = -1. Of 4, three are: 1/3, and -1.
+    for rewards, expected in (([1.0, 0.0, 0.2, -3.0], [3.0, -1.0, -1.0, -1.0]), ([1.0, 1.0, 2.0, 0.0], [1 / 3] * 3)):
+        result = advantages_of(MaxrlAdvantage(), *one_group(rewards))
+        torch.testing.assert_close(result, torch.tensor([*expected, -1.0][:4]))
+
+
+@pytest.mark.parametrize("chance", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("n", [2, 3, 6])
+def test_maxrl_follows_the_first_terms_of_the_logarithm_of_the_chance(n: int, chance: float) -> None:
+    # A response is correct with a chance p. The gradient in p of the logarithm of its probability is 1 / p if it is,
+    # and -1 / (1 - p) if not. On average over all outcomes of n responses, the estimate is the derivative of n - 1
+    # terms of log p = -sum (1 - p)^k / k, where that of the chance itself is 1.
+    total = 0.0
+    for num_correct in range(n + 1):
+        rewards = [1.0] * num_correct + [0.0] * (n - num_correct)
+        gains = advantages_of(MaxrlAdvantage(), *one_group(rewards)).tolist()
+        scores = [1 / chance if reward else -1 / (1 - chance) for reward in rewards]
+        weight = math.comb(n, num_correct) * chance**num_correct * (1 - chance) ** (n - num_correct)
+        total += weight * fmean(gain * score for gain, score in zip(gains, scores, strict=True))
+    assert total == pytest.approx(sum((1 - chance) ** k for k in range(n - 1)), rel=1e-5)
 
 
 def remax(rewards: Tensor, valid: Tensor, greedy: Tensor, greedy_valid: Tensor) -> Tensor:

@@ -28,6 +28,8 @@ from leaderless.algorithms.losses.dppo import DppoLoss
 from leaderless.algorithms.losses.ppo import PpoLoss
 from leaderless.algorithms.losses.reinforce import ReinforceLoss
 from leaderless.algorithms.losses.sapo import SapoLoss
+from leaderless.algorithms.losses.topr import ToprLoss
+from leaderless.algorithms.losses.vespo import VespoLoss
 
 
 def test_clipped_loss_worked_by_hand() -> None:
@@ -105,6 +107,51 @@ def test_a_token_that_has_become_certain_is_at_a_finite_distance() -> None:
     assert result.loss.isfinite().all()
 
 
+def test_topr_worked_by_hand() -> None:
+    # Responses of ratios 1/2 * 1/2, 2 * 3 and 2 * 4, of which the last is good: weights 1/4, 1 and 1.
+    ratio = torch.tensor([0.5, 0.5, 2.0, 3.0, 2.0, 4.0])
+    log_probs = torch.full((6,), -2.0, requires_grad=True)
+    gain, lengths = torch.tensor([-1.0, -1.0, -2.0, -2.0, 3.0, 3.0]), torch.tensor([2, 2, 2])
+    result = loss_of(ToprLoss(), log_probs, -2 - ratio.log(), gain, lengths)
+    weights = torch.tensor([0.25, 0.25, 1.0, 1.0, 1.0, 1.0])
+    torch.testing.assert_close(result.metrics["taper"], weights)
+    torch.testing.assert_close(result.loss, 2 * weights * gain)
+    (gradient,) = torch.autograd.grad(result.loss.sum(), log_probs)
+    torch.testing.assert_close(gradient, -weights * gain)
+    assert result.is_clipped.tolist() == [False, False, True, True, False, False]
+
+
+def test_a_bad_response_of_any_age_loses_its_gradient_under_topr_before_its_probability_is_0() -> None:
+    # The gradient of a response that has become e^-30 times as likely is 2e-9, of a cut ratio; REINFORCE has 1.
+    log_probs = torch.tensor([-31.0], requires_grad=True)
+    loss = loss_of(ToprLoss(), log_probs, torch.tensor([-1.0]), torch.tensor([-1.0])).loss
+    assert 0 < torch.autograd.grad(loss.sum(), log_probs)[0].item() < 1e-8
+
+
+def test_vespo_worked_by_hand() -> None:
+    # A response of ratio 1/2 * 4 = 2: 2^2 e^(3 (1 - 2)) = 4 e^-3 if it is good, 2^3 e^(2 (1 - 2)) = 8 e^-2 if not.
+    old = -3 - torch.tensor([0.5, 4.0]).log()
+    for gain, weight in ((1.5, 4 * math.exp(-3)), (-1.5, 8 * math.exp(-2))):
+        log_probs = torch.full((2,), -3.0, requires_grad=True)
+        result = loss_of(VespoLoss(), log_probs, old, torch.full((2,), gain))
+        torch.testing.assert_close(result.metrics["kernel"], torch.full((2,), weight))
+        torch.testing.assert_close(result.loss, torch.full((2,), 3 * weight * gain))
+        (gradient,) = torch.autograd.grad(result.loss.sum(), log_probs)
+        torch.testing.assert_close(gradient, torch.full((2,), -weight * gain))
+
+
+@pytest.mark.parametrize("gain", [1.0, -1.0])
+def test_the_kernel_of_vespo_is_1_at_ratio_1_and_largest_at_power_over_rate(gain: float) -> None:
+    loss = VespoLoss(power_positive=2.0, rate_positive=4.0, power_negative=3.0, rate_negative=2.0)
+    ratios = torch.linspace(0.05, 4.0, 80, dtype=torch.float64)
+    result = loss_of(loss, ratios.log(), torch.zeros(80), torch.full((80,), gain), torch.ones(80, dtype=torch.int64))
+    kernel = result.metrics["kernel"]
+    assert float(ratios[kernel.argmax()]) == pytest.approx(0.5 if gain > 0 else 1.5)
+    assert float(kernel[19]) == pytest.approx(1.0)
+    assert float(kernel[0]) < 0.2
+    assert float(kernel[-1]) < 0.2
+
+
 @pytest.mark.parametrize("name", CASES)
 @given(batch=responses)
 def test_losses_equal_a_naive_loop(name: str, batch: list[list[Token]]) -> None:
@@ -142,7 +189,9 @@ def test_gradients_agree_with_finite_differences_or_with_the_formula(name: str, 
     torch.testing.assert_close(gradient, torch.tensor(expected, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("name", ["ppo", "clip_higher", "dual_clip", "cpgd", "dppo", "dppo_kl", "gspo", "clip_cov"])
+@pytest.mark.parametrize(
+    "name", ["ppo", "clip_higher", "dual_clip", "cpgd", "dppo", "dppo_kl", "gspo", "clip_cov", "m2po"]
+)
 def test_clipped_tokens_are_those_without_a_gradient_of_their_own(name: str) -> None:
     new, old, gain, lengths = packed(random_batch(5, [40, 40], is_per_response=False))
     if name == "gspo":

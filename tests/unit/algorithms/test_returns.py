@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from leaderless.algorithms import (
+    AdvantageInputs,
     add_to_last,
     decayed_sum,
     overlong_penalty,
@@ -21,7 +22,7 @@ from leaderless.algorithms import (
     token_level_rewards,
     unpack,
 )
-from leaderless.algorithms.advantages.gae import gae_advantages
+from leaderless.algorithms.advantages.gae import GaeAdvantage, gae_advantages, length_adaptive_decay
 
 samples = st.lists(st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3)), max_size=6), min_size=1, max_size=6)
 shares = st.floats(0, 1)
@@ -91,6 +92,65 @@ def test_gae_equals_a_naive_loop(batch: list[list[tuple[float, float]]], discoun
     ]
     torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float64))
     torch.testing.assert_close(returns, advantages + values)
+
+
+def test_the_decay_of_a_response_grows_with_its_length_worked_by_hand() -> None:
+    # 1 - 1 / (0.05 * 100) = 0.8, 1 - 1 / (0.05 * 25) = 0.2; at 20 tokens it is 0, and below it would be negative.
+    lengths = torch.tensor([100, 25, 20, 5, 0])
+    torch.testing.assert_close(length_adaptive_decay(lengths, 0.05), torch.tensor([0.8, 0.2, 0.0, 0.0, 0.0]).double())
+
+
+@given(batch=samples, discount=shares, alpha=st.floats(0.1, 5))
+def test_gae_with_a_decay_for_each_length_equals_a_naive_loop(
+    batch: list[list[tuple[float, float]]], discount: float, alpha: float
+) -> None:
+    rewards, values, lengths = packed(batch)
+    decay = length_adaptive_decay(lengths, alpha)
+    advantages, _ = gae_advantages(rewards, values, lengths, discount=discount, decay=decay)
+    expected = [
+        a
+        for sample in batch
+        if sample
+        for a in naive_gae(*map(list, zip(*sample, strict=True)), discount, max(0.0, 1 - 1 / (alpha * len(sample))))
+    ]
+    torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float64))
+
+
+def gae_of(**settings: float) -> tuple[Tensor, Tensor]:
+    """Advantages and the critic's targets of a response of 30 tokens and one of 3, with a reward each."""
+    lengths = torch.tensor([30, 3])
+    noise = torch.Generator().manual_seed(1)
+    inputs = AdvantageInputs(
+        rewards=torch.tensor([1.0, 2.0]),
+        final_rewards=torch.tensor([1.0, 2.0]),
+        penalties=torch.zeros(33),
+        is_valid=torch.ones(2, dtype=torch.bool),
+        is_trained=torch.ones(2, dtype=torch.bool),
+        lengths=lengths,
+        group_ids=torch.tensor([0, 1]),
+        episode_ids=torch.arange(2),
+        columns={"values": torch.randn(33, generator=noise)},
+        sum_over_ranks=lambda own: own,
+        step=1,
+    )
+    output = GaeAdvantage.model_validate({"whiten": False, **settings}).compute(inputs)
+    return output.advantages, output.columns["returns"]
+
+
+def test_the_critic_may_have_a_decay_of_its_own() -> None:
+    (gains, returns), (of_critic, returns_of_critic) = gae_of(decay=0.7), gae_of(decay=1.0)
+    mixed = gae_of(decay=0.7, critic_decay=1.0)
+    assert torch.equal(mixed[0], gains)
+    assert torch.equal(mixed[1], returns_of_critic)
+    assert not torch.allclose(returns, returns_of_critic)
+    assert not torch.allclose(gains, of_critic)
+
+
+def test_vapo_has_a_decay_for_each_length_and_the_whole_reward_for_the_critic() -> None:
+    gains, returns = gae_of(length_alpha=0.05, critic_decay=1.0)
+    torch.testing.assert_close(returns, torch.tensor([1.0] * 30 + [2.0] * 3))
+    long, short = gae_of(decay=1 - 1 / 1.5)[0][:30], gae_of(decay=0.0)[0][30:]
+    torch.testing.assert_close(gains, torch.cat([long, short]))
 
 
 @given(batch=samples, discount=shares)

@@ -32,6 +32,11 @@ OTHERS = {
     "divergence": "kl",
     "threshold": 0.01,
     "max_ratio": 1.0,
+    "level": "token",
+    "power_positive": 1.0,
+    "rate_positive": 1.0,
+    "power_negative": 1.0,
+    "rate_negative": 1.0,
 }
 """Another value of each setting of a loss."""
 
@@ -43,11 +48,10 @@ def losses_of(loss: PolicyLoss) -> torch.Tensor:
     old = torch.randn(total, generator=generator) - 2
     new = (old + 0.8 * torch.randn(total, generator=generator)).requires_grad_()
     gain = torch.randn(total, generator=generator) * 3
-    is_chosen = torch.zeros(total, dtype=torch.bool)
+    is_chosen, columns = torch.zeros(total, dtype=torch.bool), dict.fromkeys(loss.reads, old)
     if loss.chooses_tokens:
         noise = torch.rand(total, generator=generator)
-        is_chosen = loss.choose(ChoiceInputs(new.detach(), gain, noise, lambda values: values))
-    columns = dict.fromkeys(loss.reads, old)
+        is_chosen = loss.choose(ChoiceInputs(new.detach(), gain, noise, lambda values: values, columns))
     values = compute(loss, LossInputs(new, old, gain, LENGTHS, new > -torch.inf, is_chosen, columns, 1)).loss
     (gradient,) = torch.autograd.grad(values.sum(), new)
     return torch.cat([values.detach(), gradient])
@@ -96,8 +100,16 @@ REFUSED = [
     ({"kl": {"coefficient": 0.1, "place": "reward", "estimator": "absolute"}}, "algorithm.kl.estimator=absolute"),
     ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, "algorithm.kl.estimator=k1"),
     ({"kl": {"coefficient": 0.1, "place": "reward"}, "proximal": "interpolated"}, "algorithm.proximal"),
-    ({"policy_loss": {"type": "dppo"}, "correction": {"type": "mask"}}, "algorithm.correction.type"),
-    ({"policy_loss": {"type": "dppo"}, "proximal": "interpolated"}, "algorithm.proximal"),
+    *(
+        ({"policy_loss": {"type": kind}, **other}, key)
+        for kind in ("dppo", "m2po", "topr", "vespo")
+        for other, key in (
+            ({"correction": {"type": "mask"}}, "algorithm.correction.type"),
+            ({"proximal": "interpolated"}, "algorithm.proximal"),
+        )
+    ),
+    ({"advantage": {"type": "maxrl"}, "kl": {"coefficient": 0.1, "place": "reward"}}, "algorithm.kl.place"),
+    ({"advantage": {"type": "gae", "length_alpha": 0.05, "decay": 0.9}}, "algorithm.advantage.decay"),
     ({"kl": {"target": 0.1}}, "algorithm.kl.target"),
     ({"correction": {"lowest": 3.0}}, "algorithm.correction.lowest"),
     ({"policy_loss": {"type": "clip_cov", "lowest": 9.0}}, "algorithm.policy_loss.lowest"),

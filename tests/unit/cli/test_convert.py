@@ -374,6 +374,20 @@ def test_every_loss_of_trl_gives_a_valid_recipe(tmp_path: Path, loss: str, level
     load_recipe(file)
 
 
+def test_the_kernel_of_vespo_keeps_its_settings_and_is_left_out_of_other_losses() -> None:
+    given = {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 3.5, "vespo_lambda_neg": 4.5}
+    made = convert(TRL | given | {"loss_type": "vespo"}, "trl")
+    assert setting(made, "algorithm.policy_loss") == {
+        "type": "vespo",
+        "power_positive": 1.5,
+        "rate_positive": 2.5,
+        "power_negative": 3.5,
+        "rate_negative": 4.5,
+    }
+    assert setting(made, "algorithm.aggregation") == "token_mean"
+    assert "power_positive" not in convert(TRL | given | {"loss_type": "dapo"}, "trl").text("x")
+
+
 @pytest.mark.parametrize("scaling", ["group", "batch", "none"])
 def test_rewards_that_trl_normalizes_one_by_one_are_gdpo(tmp_path: Path, scaling: str) -> None:
     given = {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": scaling}

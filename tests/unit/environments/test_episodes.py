@@ -34,6 +34,8 @@ from leaderless import algorithms
 from leaderless.algorithms import ResponseLoss
 from leaderless.algorithms.advantages import ADVANTAGES as BUILT_IN
 from leaderless.algorithms.losses import POLICY_LOSSES
+from leaderless.algorithms.losses.topr import ToprLoss
+from leaderless.algorithms.losses.vespo import VespoLoss
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.prompts.encode import Tokenizer
@@ -55,6 +57,7 @@ CASES: dict[str, dict[str, Any]] = ADVANTAGES | {
     "grpo without deviation": {"advantage": {"type": "grpo", "normalize_by_std": False}},
     "reinforce_pp over groups": {"advantage": {"type": "reinforce_pp", "group_baseline": True}},
     "gae without whitening": {"advantage": {"type": "gae", "whiten": False, "discount": 0.9}, "kl": IN_REWARD},
+    "gae by length": {"advantage": {"type": "gae", "length_alpha": 0.4, "critic_decay": 1.0}},
     "long responses": {"advantage": {"type": "grpo"}, "overlong": {"buffer_tokens": 3, "filter": True}},
 }
 
@@ -206,7 +209,7 @@ def gradients(case: str, strength: float) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("case", LOSSES)
 def test_a_loss_changes_with_the_samples_of_an_episode_only_if_it_judges_them_as_a_whole(case: str) -> None:
     loss = POLICY_LOSSES[LOSSES[case].get("policy_loss", {}).get("type", "ppo")]
-    judges_samples = issubclass(loss, ResponseLoss) or case.endswith((" sequence", " geometric"))
+    judges_samples = issubclass(loss, ResponseLoss | ToprLoss | VespoLoss) or case.endswith((" sequence", " geometric"))
     whole, cut = gradients(case, strength=1.0)
     assert float(whole[0].abs().max()) > 1e-3
     if judges_samples:

@@ -112,6 +112,8 @@ KL = {"coefficient": 0.3}
 CASES: dict[str, dict[str, Any]] = {
     **{kind: {"policy_loss": {"type": kind}, "kl": KL} for kind in ("ppo", "reinforce", "gspo", "gmpo", "cispo")},
     **{kind: {"policy_loss": {"type": kind}, "kl": KL} for kind in ("cpgd", "sapo", "clip_cov", "kl_cov", "dppo")},
+    **{kind: {"policy_loss": {"type": kind}, "kl": KL} for kind in ("topr", "vespo")},
+    "m2po": {"policy_loss": {"type": "m2po", "threshold": 1e-3}, "kl": KL},
     **{
         f"{kind} {level}": {"correction": {"type": kind, "level": level}, "entropy_coefficient": 0.1}
         for kind in ("truncate", "mask", "reject")
@@ -183,6 +185,7 @@ ADVANTAGES = {
     **{kind: {"advantage": {"type": kind}, "kl": IN_REWARD} for kind in ("grpo", "rloo", "opo", "gpg", "cpgd", "gae")},
     "reinforce_pp": {"advantage": {"type": "reinforce_pp"}, "kl": IN_REWARD, "overlong": {"buffer_tokens": 3}},
     "pass_at_k": {"advantage": {"type": "pass_at_k", "k": 2}},
+    "maxrl": {"advantage": {"type": "maxrl"}},
     "rejection": {"advantage": {"type": "rejection"}},
     "distillation": {"advantage": {"type": "distillation"}, "kl": KL},
     "custom": {"advantage": {"type": f"{__name__}:MeanOfAll"}, "kl": IN_REWARD},

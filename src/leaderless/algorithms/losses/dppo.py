@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from leaderless.algorithms.lazy_torch import torch
-from leaderless.algorithms.packed import log_ratio_of, ratio_of, widen
-from leaderless.algorithms.policy_loss import LossInputs, LossOutput, PolicyLoss
-
-if TYPE_CHECKING:
-    from leaderless.algorithms.settings import AlgorithmConfig
+from leaderless.algorithms.packed import ratio_of, widen
+from leaderless.algorithms.policy_loss import BehaviorLoss, LossInputs, LossOutput
 
 Divergence = Literal["total_variation", "kl"]
 _LEAST = 1e-12
 """Smallest probability that a logarithm is taken of."""
 
 
-class DppoLoss(PolicyLoss):
+class DppoLoss(BehaviorLoss):
     """The policy gradient without the tokens that would leave a trust region around the policy that sampled them.
 
     The region is a divergence of p, the current probability of the sampled token, from q, the engine's when it sampled
     it: all other tokens count as one. A ratio says little about it: rare tokens reach any ratio while hardly anything
     is shifted, and frequent ones shift much at a ratio near 1. Only tokens that are outside, and whose update would
-    lead further away, lose their gradient. There are two policies and no third one between them, so old rows need no
-    other correction.
+    lead further away, lose their gradient.
 
     Formula: -m sg[min(r, max_ratio)] A log p, with r = p / q, and m = 0 where D > threshold and A (r - 1) > 0, else 1.
     D is |p - q| (`total_variation`), or q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (`kl`).
@@ -35,7 +30,6 @@ class DppoLoss(PolicyLoss):
     """
 
     type: Literal["dppo"] = "dppo"
-    reads: ClassVar[tuple[str, ...]] = ("rollout_log_probs",)
     divergence: Divergence = "total_variation"
     """Divergence that bounds the trust region."""
     threshold: float = Field(default=0.15, gt=0)
@@ -45,7 +39,7 @@ class DppoLoss(PolicyLoss):
 
     def compute(self, inputs: LossInputs) -> LossOutput:
         log_probs, rollout_log_probs = inputs.log_probs, inputs.columns["rollout_log_probs"]
-        log_ratio = log_ratio_of(log_probs, rollout_log_probs).detach()
+        log_ratio = self.log_ratio_to_engine(inputs).detach()
         new, behavior = widen(log_probs).detach().exp(), widen(rollout_log_probs).exp()
         if self.divergence == "total_variation":
             distance = (new - behavior).abs()
@@ -55,16 +49,3 @@ class DppoLoss(PolicyLoss):
         is_masked = (distance > self.threshold) & (inputs.advantages * log_ratio > 0)
         weight = torch.where(is_masked, 0.0, ratio_of(log_ratio).clamp(max=self.max_ratio))
         return LossOutput(-weight * inputs.advantages * widen(log_probs), is_masked)
-
-    def refusals(self, algorithm: AlgorithmConfig) -> Iterator[str]:
-        """Reasons why it cannot be combined with other settings of the algorithm: a policy that it does not look at."""
-        if algorithm.correction.type != "none":
-            yield (
-                f"algorithm.correction.type={algorithm.correction.type} does not go with policy_loss.type=dppo, whose "
-                "ratio is to the engine that sampled already: set it to none"
-            )
-        if algorithm.proximal == "interpolated":
-            yield (
-                "algorithm.proximal=interpolated does not go with policy_loss.type=dppo, which has no policy between "
-                "the one that sampled and the current one: leave it out"
-            )

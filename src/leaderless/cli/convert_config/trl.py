@@ -37,6 +37,7 @@ LOSSES: Mapping[str, Made] = {
     "dr_grpo": {"algorithm.aggregation": "sequence_mean_token_sum_norm"},
     "cispo": {"algorithm.policy_loss.type": "cispo", "algorithm.aggregation": "token_mean"},
     "sapo": {"algorithm.policy_loss.type": "sapo", "algorithm.aggregation": "sequence_mean_token_mean"},
+    "vespo": {"algorithm.policy_loss.type": "vespo", "algorithm.aggregation": "token_mean"},
 }
 LEVELS: Mapping[str, Made] = {"token": {}, "sequence": {"algorithm.policy_loss.type": "gspo"}}
 AGGREGATIONS: Mapping[str, Made] = {
@@ -237,11 +238,15 @@ ROWS: tuple[Row, ...] = (
     as_number("top_p", "rollout.top_p"),
     as_whole("top_k", "rollout.top_k"),
     as_optional("min_p", "rollout.min_p"),
-    as_name("loss_type", "algorithm.aggregation", LOSSES, "dapo", "`cispo` and `sapo` are losses, too"),
+    as_name("loss_type", "algorithm.aggregation", LOSSES, "dapo", "`cispo`, `sapo` and `vespo` are losses, too"),
     as_name("importance_sampling_level", "algorithm.policy_loss.type", LEVELS, "token", "`sequence` is `gspo`"),
     Row("epsilon", "algorithm.policy_loss.clip_low, algorithm.policy_loss.clip_high", 0.2, "", _clip),
     part("epsilon_high", "algorithm.policy_loss.clip_high"),
     as_optional("delta", "algorithm.policy_loss.dual_clip"),
+    as_number("vespo_k_pos", "algorithm.policy_loss.power_positive", None, "for the loss `vespo`"),
+    as_number("vespo_lambda_pos", "algorithm.policy_loss.rate_positive", None, "for the loss `vespo`"),
+    as_number("vespo_k_neg", "algorithm.policy_loss.power_negative", None, "for the loss `vespo`"),
+    as_number("vespo_lambda_neg", "algorithm.policy_loss.rate_negative", None, "for the loss `vespo`"),
     as_number("beta", "algorithm.kl.coefficient", 0.0, "in the loss, by `k3`"),
     as_name(
         "multi_objective_aggregation",
