@@ -4,8 +4,9 @@
 
 MODEL is a folder, or a name on the hub. Both train by `recipes/quickstart/word_problems.yaml`, several times with other
 seeds: the same number of prompts, responses and updates, learning rate, loss and reward, and no KL penalty. Measured
-are the mean reward and the seconds of each step, and the accuracy on 256 held-out problems before and after. With
-`--adapters`, ours trains adapters, too.
+are the mean reward of each step and the accuracy on 256 held-out problems before and after. With `--adapters`, ours
+trains adapters, too. Seconds are measured apart, with `--seconds`: some steps of each side, on a machine that does
+nothing else.
 
 TRL has a separate environment: `python -m venv VENV && VENV/bin/pip install "torch>=2.11,<2.14" trl datasets`. The
 sides take turns. Every run is saved as soon as it is done, and a second call continues where the first was interrupted.
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--adapters", action="store_true", help="train adapters, too")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seconds", action="store_true", help="measure the seconds of steps, and nothing else")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--picture", type=Path, default=PICTURE)
     options = parser.parse_args()
@@ -58,7 +60,7 @@ def main() -> None:
     sides = ["leaderless", *["trl"] * bool(options.trl_python), *["adapters"] * options.adapters]
     for seed in range(options.seeds):
         for side in sides if seed % 2 == 0 else reversed(sides):
-            if (side, seed) in done:
+            if (side, seed) in done and not options.seconds:
                 continue
             with tempfile.TemporaryDirectory(prefix="real-task-") as folder:
                 write_word_problems(Path(folder) / "runs/quickstart-problems")
@@ -66,10 +68,13 @@ def main() -> None:
                     found = train_with_trl(Path(folder), model, seed, options)
                 else:
                     found = train(Path(folder), model, seed, options.steps, ADAPTERS if side == "adapters" else ())
-            results["runs"].append({"side": side, "seed": seed, **found})
+            seconds = found.pop("seconds")
+            if options.seconds:
+                results.setdefault("seconds", {}).setdefault(side, []).extend(seconds)
+            else:
+                results["runs"].append({"side": side, "seed": seed, **found})
             options.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-            seconds = median(step["step"] for step in found["steps"])
-            print(f"{side}, seed {seed}: {found['accuracy']:.1%}, {seconds:.1f} s a step", file=sys.stderr)
+            print(f"{side}, seed {seed}: {found['accuracy']:.1%}, {median(seconds):.1f} s a step", file=sys.stderr)
     draw(results, options.picture)
     print(table(results))
 
@@ -81,9 +86,9 @@ def train(home: Path, model: str, seed: int, num_steps: int, more: Sequence[str]
     run([sys.executable, "-m", "leaderless", "train", str(RECIPE), "--workers", "1", *settings], home)
     rows = list(RunDirectory(home / "runs/quickstart-real").read_metrics())
     before, after = (row[ACCURACY] for row in rows if ACCURACY in row)
-    steps = [{"step": row["time/step"], "reward": row["reward/mean"]} for row in rows if row["step"]]
+    rewards, seconds = ([row[name] for row in rows if row["step"]] for name in ("reward/mean", "time/step"))
     versions = {name: version(name) for name in ("transformers", "torch")} | {"leaderless": leaderless.__version__}
-    return {"versions": versions, "steps": steps, "before": before, "accuracy": after}
+    return {"versions": versions, "rewards": rewards, "seconds": seconds, "before": before, "accuracy": after}
 
 
 def train_with_trl(home: Path, model: str, seed: int, options: argparse.Namespace) -> Run:
@@ -131,8 +136,8 @@ def table(results: Run) -> str:
         runs = [run for run in results["runs"] if run["side"] == side]
         if runs:
             after = spread((run["accuracy"] for run in runs), "{:.1%}")
-            late = spread((fmean(step["reward"] for step in run["steps"][-5:]) for run in runs), "{:.2f}")
-            seconds = spread((median(step["step"] for step in run["steps"]) for run in runs), "{:.1f}")
+            late = spread((fmean(run["rewards"][-5:]) for run in runs), "{:.2f}")
+            seconds = spread(results.get("seconds", {}).get(side, ()), "{:.1f}")
             lines.append(f"| {title} | {len(runs)} | {before:.1%} | {after} | {late} | {seconds} |")
     return "\n".join(lines)
 
@@ -145,7 +150,9 @@ def conditions(results: Run) -> str:
 
 
 def spread(values: Iterable[float], form: str) -> str:
-    """The median, and the smallest and the largest of several values."""
+    """The median, and the smallest and the largest of several values; a dash for none."""
+    if not (values := list(values)):
+        return "–"
     low, *_, high = ordered = sorted(values) * 2
     text = form.format(median(ordered))
     return text if low == high else f"{text} ({form.format(low)} to {form.format(high)})"
@@ -158,7 +165,7 @@ def draw(results: Run, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     for color, (side, title) in enumerate(TITLES.items()):
         runs = [run for run in results["runs"] if run["side"] == side]
-        curves = [[step["reward"] for step in run["steps"]] for run in runs]
+        curves = [run["rewards"] for run in runs]
         for run, curve in zip(runs, curves, strict=True):
             axes.plot(range(1, len(curve) + 1), curve, color=f"C{color}", alpha=0.25, linewidth=1)
             axes.plot(len(curve), run["accuracy"], "o", color=f"C{color}")

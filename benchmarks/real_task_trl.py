@@ -26,7 +26,8 @@ class Steps(TrainerCallback):
     """Seconds and mean reward of each step."""
 
     def __init__(self) -> None:
-        self.records: list[dict[str, float]] = []
+        self.all_seconds: list[float] = []
+        self.rewards: list[float] = []
 
     def on_step_begin(self, *_: object, **__: object) -> None:
         self.begin = time.perf_counter()
@@ -36,8 +37,9 @@ class Steps(TrainerCallback):
 
     def on_log(self, *_: object, logs: dict[str, float], **__: object) -> None:
         if "reward" in logs:
-            self.records.append({"step": self.seconds, "reward": logs["reward"]})
-            print(f"step {len(self.records)}: {self.seconds:.1f} s, reward {logs['reward']:.3f}", flush=True)
+            self.all_seconds.append(self.seconds)
+            self.rewards.append(logs["reward"])
+            print(f"step {len(self.rewards)}: {self.seconds:.1f} s, reward {logs['reward']:.3f}", flush=True)
 
 
 def rows_of(path: str) -> list[dict[str, object]]:
@@ -108,7 +110,8 @@ def main() -> None:
     trainer.train()
     result = {
         "versions": {name: version(name) for name in ("trl", "transformers", "torch")},
-        "steps": steps.records,
+        "rewards": steps.rewards,
+        "seconds": steps.all_seconds,
         "accuracy": accuracy(trainer.model.eval(), tokenizer),
     }
     Path(JOB["result"]).write_text(json.dumps(result), encoding="utf-8")
