@@ -68,7 +68,7 @@ def ask_each_other(cases: dict[str, Case]) -> dict[str, Found]:
         others = judge_of(case, transport, serving)
         mine = questions(case.counts[transport.rank], read_nothing)  # those that ask do not read
         with counting_traffic() as traffic:
-            replies = others.ask([*mine, *mine[-1:]], lambda: None)
+            replies = others.ask([*mine, *mine[-1:]], list[str]().append)
         worth = [(one.verdict, one.said, one.error is None) for one in replies]
         found[name] = Found(worth, serving.num_requests, traffic.received)
     return found
@@ -77,7 +77,7 @@ def ask_each_other(cases: dict[str, Case]) -> dict[str, Found]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_judges_of_other_ranks_say_the_same(ranks: RankPool, world_size: int) -> None:
     alone = NativeServing()
-    expected = [(one.verdict, one.said, one.error is None) for one in asker(alone).ask(questions(12), lambda: None)]
+    expected = [(one.verdict, one.said, one.error is None) for one in asker(alone).ask(questions(12), list[str]().append)]
     cases = {name: case for name, case in CASES.items() if len(case.counts) == world_size}
     by_rank = ranks.run(world_size, ask_each_other, cases)
     assert cases
@@ -87,7 +87,7 @@ def test_judges_of_other_ranks_say_the_same(ranks: RankPool, world_size: int) ->
             assert one.worth == [*expected[:count], *expected[:count][-1:]], name
         asked = sum(found[rank].num_requests for rank in case.judging[:: case.per_engine])
         first = NativeServing()
-        asker(first).ask(questions(max(case.counts)), lambda: None)
+        asker(first).ask(questions(max(case.counts)), list[str]().append)
         assert asked == first.num_requests, f"{name}: equal questions of different ranks are asked once"
         assert all(one.num_requests == 0 for rank, one in enumerate(found) if rank not in case.judging)
 
@@ -128,7 +128,7 @@ def ask_a_broken_judge(_: object) -> str:
     serving = BrokenServing() if transport.rank == 1 else NativeServing()
     others = judge_of(Case((1, 2), 1, (12, 0, 0)), transport, serving)
     try:
-        others.ask(questions(12 if transport.rank == 0 else 0), lambda: None)
+        others.ask(questions(12 if transport.rank == 0 else 0), list[str]().append)
         transport.world.max(torch.tensor(0), "the end of the evaluation")
     except RuntimeError as error:
         dist.destroy_process_group()

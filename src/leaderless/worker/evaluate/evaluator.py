@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import cast
@@ -326,7 +325,7 @@ class JudgeHelper:
     def run(self, at: EvaluationStep) -> dict[str, float]:
         """Judge; those that answer have the scores. All ranks that answer or judge call it together."""
         for asker in self.askers:
-            asker.ask([], partial(at.progress, 0.0))
+            asker.ask([], lambda part: at.progress(part.removeprefix(", ")))
         return {}
 
 
