@@ -77,7 +77,8 @@ def ask_each_other(cases: dict[str, Case]) -> dict[str, Found]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_judges_of_other_ranks_say_the_same(ranks: RankPool, world_size: int) -> None:
     alone = NativeServing()
-    expected = [(one.verdict, one.said, one.error is None) for one in asker(alone).ask(questions(12), list[str]().append)]
+    replies = asker(alone).ask(questions(12), list[str]().append)
+    expected = [(one.verdict, one.said, one.error is None) for one in replies]
     cases = {name: case for name, case in CASES.items() if len(case.counts) == world_size}
     by_rank = ranks.run(world_size, ask_each_other, cases)
     assert cases
