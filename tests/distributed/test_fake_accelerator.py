@@ -42,7 +42,7 @@ def counts_of(*names: str) -> dict[str, Any]:
         ("values", {"gradients": 16}),
         # Of each pass one for its inputs and one for its loss.
         ("losses", {"passes": 2, "copies": 4, "waits": 0}),
-        ("formulas", {"losses": 10, "waits": 0}),
+        ("formulas", {"losses": 13, "waits": 0}),
         # One for its inputs, one to add up the scores of each response, and one for what is known of them.
         ("preferences", {"passes": 1, "copies": 3, "waits": 0, "reads": 0}),
         ("decode", {"tokens": 114, "copies to the host for each draw": 0.0}),  # besides `tolist` of what was drawn
