@@ -118,8 +118,8 @@ class PackedAttention(JoinedAttention):
 
     @override
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-        is_within = form.kind.first_key(self._longest - 1) == 0  # no window is exceeded
-        if not (form if not is_within else form.with_all_keys).is_plain:
+        exceeds_window = form.kind.first_key(self._longest - 1) > 0
+        if exceeds_window or not form.with_all_keys.is_plain:
             return super().attend(layer, query, key, value, form)
         parts = ([bucket.take(values) for values in (query, key, value)] for bucket in self._buckets.all)
         return self._buckets.join([attend_padded(q, k, v, None, form.scale) for q, k, v in parts])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict, cast
 
 SETTINGS = (
     "num_hidden_layers",
@@ -57,7 +57,16 @@ class AttentionKind:
 FULL = AttentionKind()
 
 
-def attention_kinds(described: Mapping[str, Any]) -> tuple[AttentionKind, ...]:
+class AttentionSizes(TypedDict, total=False):
+    """Arguments of an `AttentionKind` that follow from the type of a layer."""
+
+    window: int | None
+    chunk: int | None
+    is_recurrent: bool
+    has_attention: bool
+
+
+def attention_kinds(described: Mapping[str, object]) -> tuple[AttentionKind, ...]:
     """The kind of attention of each layer.
 
     Args:
@@ -67,20 +76,26 @@ def attention_kinds(described: Mapping[str, Any]) -> tuple[AttentionKind, ...]:
     Raises:
         ValueError: A layer is of a type that cannot be computed, or has no size of its window or chunk.
     """
-    window, chunk = described.get("sliding_window"), described.get("attention_chunk_size")
+    window, chunk, most = (
+        cast("int | None", described.get(name))
+        for name in ("sliding_window", "attention_chunk_size", "max_window_layers")
+    )
     first = 0
     if (is_used := described.get("use_sliding_window")) is not None:  # as Qwen2 describes it
-        window, first = (window, described.get("max_window_layers") or 0) if is_used else (None, 0)
-    sizes: dict[str, dict[str, Any]] = {WINDOW_LAYER: {"window": window}, CHUNK_LAYER: {"chunk": chunk}}
+        window, first = (window, most or 0) if is_used else (None, 0)
+    sizes: dict[str, AttentionSizes] = {WINDOW_LAYER: {"window": window}, CHUNK_LAYER: {"chunk": chunk}}
     sizes |= {FULL_LAYER: {}, "hybrid": {"is_recurrent": True}}
     sizes |= {name: {"has_attention": False, "is_recurrent": True} for name in RECURRENT_LAYERS}
     sizes |= {name: {"has_attention": False} for name in SINGLE_TOKEN_LAYERS}
     usual = FULL_LAYER if window is None else WINDOW_LAYER
-    count = int(described.get("num_hidden_layers") or 0)
-    types = described.get("layer_types") or [FULL_LAYER if layer < first else usual for layer in range(count)]
+    count = cast("int | None", described.get("num_hidden_layers")) or 0
+    types = cast("list[str] | None", described.get("layer_types")) or [
+        FULL_LAYER if layer < first else usual for layer in range(count)
+    ]
     if unknown := sorted({*types} - {*sizes}):
         raise ValueError(f"layers of type {unknown[0]} are not supported, only {', '.join(sizes)}")
     for type_of_layer, size in sizes.items():
         if type_of_layer in types and None in size.values():
             raise ValueError(f"layers of type {type_of_layer} have no size: set sliding_window or attention_chunk_size")
-    return tuple(AttentionKind(**sizes[one], softcap=described.get("attn_logit_softcapping")) for one in types)
+    softcap = cast("float | None", described.get("attn_logit_softcapping"))
+    return tuple(AttentionKind(**sizes[one], softcap=softcap) for one in types)
