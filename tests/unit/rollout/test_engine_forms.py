@@ -131,8 +131,8 @@ def test_states_take_memory_for_themselves_alone() -> None:
     """Neither the inputs of a prompt's convolution nor the states of other responses stay with them."""
     engine = engine_of(model_of("qwen3_next"), max_sequences=8)
     asked = [Request([*range(1, 40 + number)], [number], conversation=number) for number in range(4)]
-    for number, request in enumerate(asked):
-        turns(engine, [request])
+    turns(engine, asked)  # decoded together
+    for number in range(len(asked)):
         kept = engine._kept._kept[number].segment.states
         for states in kept.values():
             for tensor in (*states.convolutions.values(), *states.recurrences.values()):
