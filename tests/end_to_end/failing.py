@@ -17,6 +17,7 @@ import leaderless
 
 AT_STEP = int(os.environ.get("FAIL_AT", "2"))
 SECOND_PRESS_S = 0.5
+PAUSE_S = 5.0
 LEFT_BEHIND: list[subprocess.Popen[bytes]] = []
 WORKFLOW = """
 name: failing
@@ -55,6 +56,10 @@ def hang() -> None:
     time.sleep(600)
 
 
+def pause() -> None:
+    time.sleep(PAUSE_S)
+
+
 def press_twice() -> None:
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(SECOND_PRESS_S)
@@ -68,6 +73,7 @@ def raise_error() -> None:
 
 WAYS = {
     "hang": hang,
+    "pause": pause,
     "error": raise_error,
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),

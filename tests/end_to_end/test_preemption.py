@@ -93,11 +93,10 @@ def test_one_rank_that_is_preempted_is_enough(
 def test_a_step_that_ends_in_time_takes_the_place_of_the_border_before_it(
     tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disturb(tmp_path, monkeypatch, "")
-    monkeypatch.setenv("PACE_S", "2")
+    disturb(tmp_path, monkeypatch, "pause@0@3")
     process = start(tmp_path, "leaderless", "train", recipe, "--workers", 2, "checkpoint.keep=9")
     run = tmp_path / "runs/tiny"
-    Family(process).wait_until(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) == 2)
+    Family(process).wait_until((tmp_path / "once/pause@0@3").exists)
     process.send_signal(signal.SIGTERM)
     outcome = finish(process)
     assert outcome.code == 128 + signal.SIGTERM, outcome
@@ -106,11 +105,10 @@ def test_a_step_that_ends_in_time_takes_the_place_of_the_border_before_it(
 
 
 def test_ctrl_c_leaves_a_step_its_time(tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disturb(tmp_path, monkeypatch, "")
-    monkeypatch.setenv("PACE_S", "8")
+    disturb(tmp_path, monkeypatch, "pause@0@2")
     process = start(tmp_path, "leaderless", "train", recipe, "--workers", 2, "run.grace_s=0.5")
     run = tmp_path / "runs/tiny"
-    Family(process).wait_until(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) == 1)
+    Family(process).wait_until((tmp_path / "once/pause@0@2").exists)
     process.send_signal(signal.SIGINT)
     outcome = finish(process)
     assert outcome.code == 128 + signal.SIGINT, outcome
