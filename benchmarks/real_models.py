@@ -51,10 +51,7 @@ def short(sample):
 """A reward that differs between responses, so that each step has a signal for models of any skill."""
 Found = dict[str, Any]
 NO_REFERENCE = {"algorithm": {"kl": {"coefficient": 0.0}}}
-APART = {
-    "layout": {"rollout": {"ranks": "0"}, "advantage": {"ranks": "1"}, "policy": {"ranks": "1"}},
-    "run": {"memory_check": "warn"},  # the check gives ranks equal parts of a machine's memory, but these need others
-}
+APART = {"layout": {"rollout": {"ranks": "0"}, "advantage": {"ranks": "1"}, "policy": {"ranks": "1"}}}
 
 
 @dataclass

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from leaderless.config import RecipeError
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.planner.memory.fit import MARGIN
+from leaderless.planner.memory.estimate import estimate_memory
+from leaderless.planner.memory.fit import MARGIN, fit_plan
 from leaderless.planner.memory.limits import MAX_LOGITS
-from leaderless.planner.memory.rank import LARGE_MAX_LOGITS, Room
+from leaderless.planner.memory.rank import LARGE_MAX_LOGITS, Room, format_bytes
 from leaderless.worker.build import memory_bounds
 from leaderless.worker.build.memory_bounds import MemoryBounds, available_memory, check_memory
 from leaderless.worker.rank_info import RankInfo
@@ -32,7 +33,7 @@ class Pair:
     """Two ranks, with separate memory for the other one."""
 
     def __init__(self, others: float) -> None:
-        self.others = torch.tensor([others, others], dtype=torch.float64)
+        self.others = torch.tensor([others, others, 2], dtype=torch.float64)
 
     def max(self, values: Tensor, _what: str) -> Tensor:
         return torch.maximum(values, -self.others)
@@ -100,6 +101,28 @@ def test_the_rank_with_the_least_memory_decides(tmp_path: Path, monkeypatch: pyt
             RecipeError, match=r"^run.memory_check: a rank needs at least .* 128 MiB for it: set checkp"
         ):
             check(tmp_path, monkeypatch, mine, others)
+
+
+def test_pools_divide_the_memory_of_a_machine_as_they_need_it(tmp_path: Path) -> None:
+    layout = {"rollout": {"ranks": "0"}, "advantage": {"ranks": "1"}, "policy": {"ranks": "1"}}
+    settings = {"models": {"policy": write_model(tmp_path / "model")}, "layout": layout}
+    recipe, plan = make_recipe(**settings), plan_of("grpo", 2, **settings)
+
+    def needs(rank: int) -> int:
+        tokens = plan.batch.micro_batch_tokens
+        estimate = estimate_memory(recipe, plan, tokens, among=(rank,))
+        assert estimate is not None
+        return estimate.cpu.peak
+
+    less, more = sorted([needs(0), needs(1)])
+    assert more > 1.2 * less
+    both = less + more
+    fit = fit_plan(recipe, plan, both // 2 + 1, is_cpu=True, per_machine=2)
+    assert not fit.is_hopeless
+    assert f"there are {format_bytes(more)}" in fit.problem, "within the margin"
+    assert not fit_plan(recipe, plan, int(both / 2 / MARGIN) + 2, is_cpu=True, per_machine=2).problem
+    assert fit_plan(recipe, plan, both // 2, is_cpu=True).problem, "each on a machine of its own"
+    assert MemoryBounds(both, is_cpu=True, pass_tokens=8, per_machine=2).fits(recipe, plan)
 
 
 def test_ranks_keep_whole_what_fits_on_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from leaderless.config import Recipe
 from leaderless.config.models import Whole
+from leaderless.planner.layout import all_ranks
 from leaderless.planner.make_plan import longest_part
 from leaderless.planner.memory.estimate import estimate_memory
 from leaderless.planner.memory.limits import PAGE_TOKENS, CacheBound
@@ -36,29 +37,43 @@ class Fit:
     room: Room = field(default_factory=Room)
 
 
-def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool, has_pages: bool = True) -> Fit:
+def fit_plan(
+    recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool, has_pages: bool = True, per_machine: int = 1
+) -> Fit:
     """Compare the estimate of a plan with what there is.
 
     With `batch.micro_batch_tokens: auto`, the bound of a pass is halved until the estimate fits. On accelerators the
     pools of native engines are bounded until it does, for sequences may wait for each other. What is left then goes
     into large chunks of logits, into what ranks keep whole, and into what engines keep while they sleep. A plan with a
-    model of unknown size is taken to fit. `available` are the bytes that each rank may use. Without pages, as on
-    accelerators other than CUDA's, keys and values are not bounded.
+    model of unknown size is taken to fit. `available` are the bytes that each rank may use: on a CPU, an equal part of
+    what the `per_machine` ranks of a machine have together, of which one may take more if others need less. Without
+    pages, as on accelerators other than CUDA's, keys and values are not bounded.
     """
     tokens = plan.batch.micro_batch_tokens
     longest = longest_part(recipe, plan.instances)
     limit = MARGIN * available
 
-    def memory(pass_tokens: int, sequences: int | None = None, room: Room | None = None) -> DeviceMemory:
-        estimate = estimate_memory(recipe, plan, pass_tokens, sequences, room=room)
+    def memory(
+        pass_tokens: int, sequences: int | None = None, room: Room | None = None, among: Sequence[int] | None = None
+    ) -> DeviceMemory:
+        estimate = estimate_memory(recipe, plan, pass_tokens, sequences, among, room)
         assert estimate is not None, "checked before"
         return estimate.cpu if is_cpu else estimate.accelerator
 
+    def share(pass_tokens: int, sequences: int | None = None, room: Room | None = None) -> int:
+        """Bytes for the fullest rank, if all ranks of its machine have what they have in proportion to their needs."""
+        peaks = [[memory(pass_tokens, sequences, room, (rank,)).peak for rank in ranks] for ranks in machines]
+        fullest = max((peak for some in peaks for peak in some), default=0)
+        return min((available * len(some) * fullest // sum(some) for some in peaks), default=available)
+
     if plan.memory is None:
         return Fit(tokens)
+    machines = _uneven_machines(plan, per_machine) if is_cpu else []
     unbound, is_bounded = CacheBound(has_pages=has_pages), has_pages and not is_cpu
     least_room = Room(cache=CacheBound(PAGE_TOKENS) if is_bounded else unbound)
-    while plan.batch.adapts_to_memory and tokens > longest and memory(tokens, room=least_room).peak > limit:
+    while plan.batch.adapts_to_memory and tokens > longest:
+        if memory(tokens, room=least_room).peak <= MARGIN * share(tokens, room=least_room):
+            break
         tokens = max(tokens // 2, longest)
 
     def fits(room: Room, most: float = limit) -> bool:
@@ -69,10 +84,10 @@ def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool, has_pa
     bounds = [unbound, *(CacheBound(size) for size in _sizes(LARGEST_POOL, PAGE_TOKENS) if is_bounded)]
     room = next(room for room in (Room(cache=bound) for bound in bounds) if fits(room, least_peak))
     least, expected = memory(longest, 1, Room(cache=unbound)), memory(tokens, room=room)
-    if least.peak > available:
-        return Fit(tokens, _shortage(recipe, plan, least, None, available), is_hopeless=True, room=room)
-    if expected.peak > limit:
-        return Fit(tokens, _shortage(recipe, plan, expected, tokens, available), room=room)
+    if least.peak > (there := share(longest, 1, Room(cache=unbound))):
+        return Fit(tokens, _shortage(recipe, plan, least, None, there), is_hopeless=True, room=room)
+    if expected.peak > MARGIN * (there := share(tokens, room=room)):
+        return Fit(tokens, _shortage(recipe, plan, expected, tokens, there), room=room)
     # On the CPU ranks share the memory through which they send, and under another plan there may be less room.
     if is_cpu or recipe.schedule.replan_every_steps:
         return Fit(tokens, room=room)
@@ -82,6 +97,18 @@ def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool, has_pa
     room = next(filter(fits, (replace(room, keeps=kind) for kind in kinds)), room)
     staying = replace(room, cache=room.cache._replace(stays=is_bounded))
     return Fit(tokens, room=staying if fits(staying) else room)
+
+
+def _uneven_machines(plan: Plan, per_machine: int) -> list[list[int]]:
+    """Ranks of each machine, where they may need unequal parts of its memory; none where all ranks need the same."""
+    layouts = [instance.layout for instance in plan.instances]
+    ranks = all_ranks(*layouts)
+    if per_machine == 1 or all(len(layout.ranks) == len(ranks) and layout.pp == 1 for layout in layouts):
+        return []
+    machines = dict[int, list[int]]()
+    for rank in ranks:
+        machines.setdefault(rank // per_machine, []).append(rank)
+    return list(machines.values())
 
 
 def _sizes(largest: int, smallest: int) -> Iterator[int]:

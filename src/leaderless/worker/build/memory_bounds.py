@@ -28,21 +28,23 @@ class MemoryBounds:
     """Bounds on which all ranks have agreed.
 
     Attributes:
-        num_bytes: Bytes that each rank had before it held anything.
+        num_bytes: Bytes that each rank had before it held anything; of the host, an equal part.
         is_cpu: Whether these are of the host.
         pass_tokens: Most tokens of one pass to begin with.
         room: Use of the memory that is left.
+        per_machine: Ranks that share a host.
     """
 
     num_bytes: int
     is_cpu: bool
     pass_tokens: int
     room: Room = field(default_factory=Room)
+    per_machine: int = 1
 
     def fits(self, recipe: Recipe, plan: Plan) -> bool:
         """Whether a plan may run, by its estimate."""
-        has_pages = self.room.cache.has_pages
-        return not fit_plan(recipe, plan, self.num_bytes, is_cpu=self.is_cpu, has_pages=has_pages).is_hopeless
+        how = {"is_cpu": self.is_cpu, "has_pages": self.room.cache.has_pages}
+        return not fit_plan(recipe, plan, self.num_bytes, **how, per_machine=self.per_machine).is_hopeless
 
     def as_begun(self, directory: RunDirectory, world: ProcessGroup) -> MemoryBounds:
         """Return these, with what decided about sums at the first start on as many ranks, whatever memory there is now.
@@ -74,10 +76,11 @@ def check_memory(
     mine = [
         host if device.type == "cpu" else available_memory(device, 1) - bytes_of_helper(recipe, plan, place.rank),
         host,
+        place.local_world_size,
     ]
     least = (-world.max(-torch.tensor(mine, dtype=torch.float64), "the memory of each rank")).long().tolist()
-    is_cpu, has_pages = device.type == "cpu", device.type == "cuda"
-    fit = fit_plan(recipe, plan, least[0], is_cpu=is_cpu, has_pages=has_pages)
+    is_cpu, has_pages, per_machine = device.type == "cpu", device.type == "cuda", least[2]
+    fit = fit_plan(recipe, plan, least[0], is_cpu=is_cpu, has_pages=has_pages, per_machine=per_machine)
     is_strict = recipe.run.memory_check == "refuse"
     if fit.is_hopeless and is_strict:
         raise RecipeError.at("run.memory_check", f"{fit.problem}; or set run.memory_check=warn to try all the same")
@@ -87,7 +90,7 @@ def check_memory(
     if on_host > least[1]:
         needed, there = format_bytes(on_host), format_bytes(least[1])
         say(f"[bold red]memory of the host may run out[/]: a rank needs {needed} of it, and there are {there}")
-    return MemoryBounds(least[0], is_cpu, fit.pass_tokens, fit.room)
+    return MemoryBounds(least[0], is_cpu, fit.pass_tokens, fit.room, per_machine)
 
 
 def bytes_of_helper(recipe: Recipe, plan: Plan, rank: int) -> int:
