@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.models.test_shared_prompts import FAMILIES, mask_of, varlen_of_torch_2_13
+from tests.unit.models.test_shared_prompts import FAMILIES as SHORT
+from tests.unit.models.test_shared_prompts import mask_of, varlen_of_torch_2_13
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
@@ -24,6 +25,8 @@ from leaderless.planner.memory.attention_kinds import AttentionKind, attention_k
 from leaderless.planner.memory.model_size import read_model_size
 
 CPU = torch.device("cpu")
+FAMILIES = [*SHORT, Family(23, (17, 2, 30, 17)), Family(29, ())]
+"""Prompts with continuations, some of them several times as long as windows and chunks."""
 KINDS = {
     "full": AttentionKind(),
     "a token alone": AttentionKind(window=1),
@@ -118,6 +121,23 @@ def test_attention_and_its_gradients_are_those_of_a_mask(
     grads, expected_grads = (torch.autograd.grad((slope * out).sum(), inputs) for out in (result, expected))
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, expected_grad)
+
+
+def num_scores(attention: JoinedAttention, kind: AttentionKind) -> int:
+    """Scores that are computed for one head."""
+    calls = attention._calls_of(kind)
+    zeros = torch.zeros(sum(family.num_tokens for family in FAMILIES))
+    of_cells = sum(bucket.count * bucket.longest**2 for bucket in calls.buckets.all)
+    return of_cells + sum(zeros[queries].numel() * zeros[keys].shape[-1] for keys, queries, _ in calls.crossings)
+
+
+def test_tokens_behind_a_window_cost_nothing() -> None:
+    """Next to the tokens of its window, a token has scores for those behind it in its cell and before it, at most."""
+    attention, count = JoinedAttention([*blocks_of(FAMILIES)], CPU), sum(one.num_tokens for one in FAMILIES)
+    for size in (1, 3, 4, 8):
+        assert num_scores(attention, AttentionKind(window=size)) <= 2 * size * count, size
+        assert num_scores(attention, AttentionKind(chunk=size)) <= 2 * size * count, size
+    assert num_scores(attention, AttentionKind()) > 20 * count
 
 
 @pytest.mark.parametrize("name", KINDS)

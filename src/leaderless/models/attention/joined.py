@@ -4,22 +4,29 @@
     first    . . . . b b b      crossings:  tokens of continuations attend to their prompt, b and c in one call
     second   . . . . c c
 
-A window or a chunk leaves only the first tokens of a continuation, and the last ones of its prompt, to a crossing.
+A window of w tokens cuts blocks into cells of w. The tokens of a cell attend to it as in a block, and to what they see
+of the w - 1 tokens before it, here with w = 4.
+
+    b c d . . .     cell   e f g h      e sees b c d, f sees c d, and g sees d
+                                        in reverse order this is causal, too: g sees d, f sees d c, and e sees d c b
+
+A chunk cuts blocks into cells that see nothing before them, apart from the first part of a chunk in a prompt. No call
+has a mask, and none computes scores that are not seen, apart from padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from leaderless.models.attention.blocks import LengthBucket, LengthBuckets, PromptBlock
-from leaderless.models.attention.form import AttentionForm, as_scores, gradient_of_sinks, seen_keys
+from leaderless.models.attention.blocks import LengthBuckets, PromptBlock
+from leaderless.models.attention.form import AttentionForm, gradient_of_sinks
 from leaderless.models.attention.recurrence import Mixer, RecurrentPasses
 from leaderless.models.attention.some_keys import attend_some, gradients_of_some
 from leaderless.models.uploads import placed
@@ -27,30 +34,29 @@ from leaderless.planner.memory.attention_kinds import AttentionKind
 
 
 class Crossing(NamedTuple):
-    """Tokens of continuations that attend to tokens of their prompt.
+    """Tokens that attend to tokens before their block or cell, in one call.
 
     Attributes:
-        prompt: Places of the latter.
-        rest: Places of the former: consecutive ones, or [n] int64 on the device.
-        mask: [1, 1, n, keys] float32, added to scores; None if all are seen.
+        keys: Places of the latter: consecutive ones, or [n or 1, keys] int64 on the device, different ones or the same
+            for all.
+        queries: Places of the former: consecutive ones, or [n, queries] int64 on the device.
+        is_causal: Whether queries see the keys up to their own place in the call alone.
     """
 
-    prompt: slice
-    rest: slice | Tensor
-    mask: Tensor | None = None
+    keys: slice | Tensor
+    queries: slice | Tensor
+    is_causal: bool = False
 
 
 class JoinedCalls(NamedTuple):
     """Calls in which the tokens of a pass attend to all that they see.
 
     Attributes:
-        buckets: Blocks of similar length.
-        masks: Terms of the scores of each bucket, [count or 1, 1, longest, longest]; None where it is causal.
-        crossings: Calls from continuations to prompts.
+        buckets: Blocks or cells of similar length, which are causal.
+        crossings: Calls to tokens before them.
     """
 
     buckets: LengthBuckets
-    masks: Sequence[Tensor | None]
     crossings: Sequence[Crossing]
 
 
@@ -67,11 +73,6 @@ class JoinedAttention:
         return LengthBuckets([len(block.own) for block in self._blocks], self._device)
 
     @cached_property
-    def _positions(self) -> Tensor:
-        """[T] int64 places of tokens in their sequences."""
-        return torch.cat([torch.arange(len(block.own)) + len(block.before) for block in self._blocks])
-
-    @cached_property
     def _recurrent(self) -> RecurrentPasses:
         return RecurrentPasses(self._blocks, self._device)
 
@@ -79,8 +80,7 @@ class JoinedAttention:
         """Attend within blocks, and from continuations to their prompts."""
         calls = self._calls.get(form.kind)
         if calls is None:  # the same for all layers of a kind
-            masks = [self._mask(bucket, form.kind) for bucket in self._buckets.all]
-            calls = self._calls[form.kind] = JoinedCalls(self._buckets, masks, [*self._crossings(form.kind)])
+            calls = self._calls[form.kind] = self._calls_of(form.kind)
         output: Tensor = _Joined.apply(query, key, value, form.sinks, calls, form)  # type: ignore[no-untyped-call]
         return output
 
@@ -88,31 +88,90 @@ class JoinedAttention:
         """Read blocks, continuations from the states behind their prompts on."""
         return self._recurrent.recur(mixer, hidden)
 
-    def _mask(self, bucket: LengthBucket, kind: AttentionKind) -> Tensor | None:
-        """The mask of a bucket, in which padding comes after real tokens."""
-        begins = self._positions[bucket.begins] if kind.chunk is not None else torch.zeros(1, dtype=torch.int64)
-        last = int(begins.max()) + bucket.longest - 1
-        if kind.sees_all or kind.first_key(last) == 0:
-            return None
-        positions = begins[:, None] + torch.arange(bucket.longest)
-        return placed(as_scores(seen_keys(kind, positions, positions)), self._device).unsqueeze(1)
+    def _calls_of(self, kind: AttentionKind) -> JoinedCalls:
+        longest = max(len(block.before) + len(block.own) for block in self._blocks)
+        if kind.first_key(longest - 1) == 0:
+            groups = ((before, list(blocks)) for before, blocks in self._groups())
+            return JoinedCalls(
+                self._buckets, [Crossing(_slice(before), _slice(_whole(blocks))) for before, blocks in groups if before]
+            )
+        cells = [_cells(kind, block) for block in self._blocks]
+        buckets = LengthBuckets([len(cell) for some in cells for cell in some], self._device)
+        return JoinedCalls(buckets, [*self._between_cells(kind, cells), *self._to_prompts(kind)])
 
-    def _crossings(self, kind: AttentionKind) -> Iterator[Crossing]:
-        for before, blocks in groupby(self._blocks, lambda block: block.before):
+    def _groups(self) -> Iterator[tuple[range, Iterator[PromptBlock]]]:
+        """Blocks with the same prompt before them."""
+        return groupby(self._blocks, lambda block: block.before)
+
+    def _between_cells(self, kind: AttentionKind, cells: Sequence[Sequence[range]]) -> Iterator[Crossing]:
+        """Calls from the cells of a window to those before them, together for cells of the same length."""
+        if kind.window is None:
+            return
+        begins = dict[int, list[int]]()
+        for cell in (cell for some in cells for cell in some[1:]):
+            begins.setdefault(min(len(cell), kind.window - 1), []).append(cell.start)
+        for count, places in begins.items():
+            yield from self._through_window(kind.window, count, places, places, kind.window - 1)
+
+    def _to_prompts(self, kind: AttentionKind) -> Iterator[Crossing]:
+        """Calls from the first cells of continuations to what they see of their prompts."""
+        for before, blocks in self._groups():
             if not before:
                 continue
-            places = [block.own for block in blocks]
-            rest = slice(places[0].start, places[-1].stop)
-            if kind.first_key(int(self._positions[rest].max())) == 0:
-                yield Crossing(slice(before.start, before.stop), rest)
-                continue
-            first = kind.first_key(len(before))  # later tokens see less of the prompt
-            is_seen = seen_keys(kind, self._positions[rest], torch.arange(first, len(before)))
-            sees_some = is_seen.any(1).nonzero().squeeze(1)
-            if len(sees_some):
-                mask = placed(as_scores(is_seen[sees_some]), self._device)[None, None]
-                rows = placed(rest.start + sees_some, self._device)
-                yield Crossing(slice(before.start + first, before.stop), rows, mask)
+            siblings = list(blocks)
+            first = kind.first_key(len(before)) + before.start
+            if kind.first_key(len(before) + max(len(block.own) for block in siblings) - 1) == 0:
+                yield Crossing(_slice(before), _slice(_whole(siblings)))
+            elif kind.window is None:
+                rest = [place for block in siblings for place in _cells(kind, block)[0]]
+                if first < before.stop:
+                    yield Crossing(slice(first, before.stop), placed(torch.tensor([rest]), self._device))
+            else:
+                begins = dict[int, list[int]]()
+                for block in siblings:
+                    begins.setdefault(min(len(block.own), kind.window - 1), []).append(block.own.start)
+                for count, places in begins.items():
+                    yield from self._through_window(kind.window, count, places, [before.stop], before.stop - first)
+
+    def _through_window(
+        self, window: int, num_queries: int, begins: Sequence[int], ends: Sequence[int], num_keys: int
+    ) -> Iterator[Crossing]:
+        """Calls from the first tokens of cells, which begin at some places, to tokens before others.
+
+        Of the w - 1 places before a cell, the last `num_keys` exist, and the token at place i of the cell sees those
+        from place i on. So all see those behind the number of tokens, and the rest is a triangle in reverse order, next
+        to a rectangle if the first places do not exist.
+        """
+        missing = window - 1 - num_keys
+        triangle = range(num_queries - 1, missing - 1, -1)
+        for queries, keys, is_causal in (
+            (range(num_queries), range(max(num_queries, missing), window - 1), False),
+            (range(missing), range(missing, num_queries), False),
+            (triangle, triangle, True),
+        ):
+            if queries and keys:
+                before = torch.tensor(ends)[:, None] - (window - 1) + torch.tensor(keys)
+                own = torch.tensor(begins)[:, None] + torch.tensor(queries)
+                yield Crossing(placed(before, self._device), placed(own, self._device), is_causal)
+
+
+def _cells(kind: AttentionKind, block: PromptBlock) -> list[range]:
+    """Cut a block where a chunk ends, or into cells as long as the window."""
+    first = kind.window if kind.chunk is None else kind.chunk - len(block.before) % kind.chunk
+    size = kind.window if kind.chunk is None else kind.chunk
+    assert first is not None
+    assert size is not None
+    edges = [block.own.start, *range(block.own.start + first, block.own.stop, size), block.own.stop]
+    return [range(begin, end) for begin, end in pairwise(edges)]
+
+
+def _whole(siblings: Sequence[PromptBlock]) -> range:
+    """The places of blocks that follow one another."""
+    return range(siblings[0].own.start, siblings[-1].own.stop)
+
+
+def _slice(places: range) -> slice:
+    return slice(places.start, places.stop)
 
 
 class _Context(FunctionCtx):
@@ -138,15 +197,16 @@ class _Joined(torch.autograd.Function):
     ) -> Tensor:
         buckets = calls.buckets
         results = [
-            attend_some(form, *(bucket.take(one) for one in (query, key, value)), mask=mask, is_causal=mask is None)
-            for bucket, mask in zip(buckets.all, calls.masks, strict=True)
+            attend_some(form, *(bucket.take(one) for one in (query, key, value)), is_causal=True)
+            for bucket in buckets.all
         ]
         output, normalizer = (buckets.join([result[kind] for result in results]) for kind in range(2))
-        for prompt, rest, mask in calls.crossings:
-            q, k, v = (heads_first(one) for one in (query[rest], key[prompt], value[prompt]))
-            other, other_normalizer = map(tokens_first, attend_some(form, q, k, v, mask=mask))
+        for keys, rest, is_causal in calls.crossings:
+            q = _take(query, rest)
+            k, v = (_take(values, keys).expand(len(q), -1, -1, -1) for values in (key, value))
+            other, other_normalizer = (_put(one, rest) for one in attend_some(form, q, k, v, is_causal=is_causal))
             whole = torch.logaddexp(normalizer[rest], other_normalizer)
-            share = (other_normalizer - whole).exp_().unsqueeze(2).to(other.dtype)
+            share = (other_normalizer - whole).exp_().unsqueeze(-1).to(other.dtype)
             if isinstance(rest, slice):
                 output[rest].lerp_(other, share)
             else:
@@ -166,21 +226,33 @@ class _Joined(torch.autograd.Function):
                 form,
                 bucket.take(grad_output, padding=0.0),
                 *(bucket.take(values) for values in (query, key, value, output, normalizer)),
-                mask=mask,
-                is_causal=mask is None,
+                is_causal=True,
             )
-            for bucket, mask in zip(calls.buckets.all, calls.masks, strict=True)
+            for bucket in calls.buckets.all
         ]
         grads = tuple(calls.buckets.join([result[kind] for result in results]) for kind in range(3))
-        for prompt, rest, mask in calls.crossings:
-            places = (rest, rest, prompt, prompt, rest, rest)
-            whole = (grad_output, query, key, value, output, normalizer)
-            taken = (heads_first(values[place]) for values, place in zip(whole, places, strict=True))
-            result = gradients_of_some(form, *taken, mask=mask)
-            for grad, place, part in zip(grads, (rest, prompt, prompt), result, strict=True):
-                grad[place] += tokens_first(part)
+        for keys, rest, is_causal in calls.crossings:
+            gradient, q, *joined = (_take(values, rest) for values in (grad_output, query, output, normalizer))
+            k, v = (_take(values, keys).expand(len(q), -1, -1, -1) for values in (key, value))
+            parts = gradients_of_some(form, gradient, q, k, v, *joined, is_causal=is_causal)
+            for grad, place, part in zip(grads, (rest, keys, keys), parts, strict=True):
+                grad[place] += _put(part, place)
         of_sinks = gradient_of_sinks(grad_output, output, normalizer, sinks[0]) if sinks else None
         return grads[0], grads[1], grads[2], of_sinks, None, None
+
+
+def _take(values: Tensor, places: slice | Tensor) -> Tensor:
+    """Lay out [T, heads, ...] values of some places for a call, as [n, heads, tokens, ...]."""
+    return heads_first(values[places]) if isinstance(places, slice) else values[places].transpose(1, 2)
+
+
+def _put(values: Tensor, places: slice | Tensor) -> Tensor:
+    """Turn results of a call, [n, heads, tokens, ...], into those of the places: the sum where all have the same."""
+    if isinstance(places, slice):
+        return tokens_first(values)
+    if len(places) < len(values):
+        values = values.sum(0, keepdim=True, dtype=torch.promote_types(values.dtype, torch.float32)).to(values.dtype)
+    return values.transpose(1, 2)
 
 
 def heads_first(values: Tensor) -> Tensor:

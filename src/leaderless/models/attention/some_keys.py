@@ -50,7 +50,7 @@ def attend_some(
     return attend_by_products(form, query, key, value, mask=mask, is_causal=is_causal)
 
 
-def gradients_of_some(  # noqa: PLR0913
+def gradients_of_some(
     form: AttentionForm,
     grad_output: Tensor,
     query: Tensor,
@@ -59,16 +59,14 @@ def gradients_of_some(  # noqa: PLR0913
     output: Tensor,
     normalizers: Tensor,
     *,
-    mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute what some keys and values add to the gradient of the queries, and their own; see `attend_some`."""
     whole = grad_output, query, key, value, output, normalizers
     if query.device.type == "cpu" and form.kind.softcap is None:
-        mask = None if mask is None else mask.to(query.dtype)
-        q, k, v = flash_backward_on_cpu(*whole, 0.0, is_causal, attn_mask=mask, scale=form.scale)
+        q, k, v = flash_backward_on_cpu(*whole, 0.0, is_causal, scale=form.scale)
         return q, k, v
-    return gradients_by_products(form, *whole, mask=mask, is_causal=is_causal)
+    return gradients_by_products(form, *whole, is_causal=is_causal)
 
 
 def attend_by_products(
@@ -92,7 +90,7 @@ def attend_by_products(
     return output, normalizers
 
 
-def gradients_by_products(  # noqa: PLR0913
+def gradients_by_products(
     form: AttentionForm,
     grad_output: Tensor,
     query: Tensor,
@@ -101,7 +99,6 @@ def gradients_by_products(  # noqa: PLR0913
     output: Tensor,
     normalizers: Tensor,
     *,
-    mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the results of `gradients_of_some` by matrix products, block by block of queries.
@@ -113,7 +110,7 @@ def gradients_by_products(  # noqa: PLR0913
     grad_query, grad_key, grad_value = (torch.zeros_like(one, dtype=dtype) for one in (query, wide_key, wide_value))
     for block in _blocks(query, key):
         bounded = _scores(form, query, wide_key, block)
-        scores = _masked(bounded, mask, block, is_causal=is_causal)
+        scores = _masked(bounded, None, block, is_causal=is_causal)
         probabilities = (scores - normalizers[:, :, block, None]).exp_()
         grad = grad_output[:, :, block].to(dtype)
         grad_value += probabilities.transpose(2, 3) @ grad
