@@ -3,7 +3,7 @@
     python benchmarks/real_models.py MODELS            # each folder in MODELS that is a model; `make test-real`
     python benchmarks/real_models.py MODELS --features tp export
 
-A small one of some hundred million weights takes about 20 minutes on two cores. Each feature is run by commands, as a
+A small one of some hundred million weights takes about 25 minutes on two cores. Each feature is run by commands, as a
 person does, in a folder of its own; its output is kept in `runs/real-models`. Log-probabilities of trainer and engine
 must agree, and the peak memory of a worker must not exceed the plan's by more than 15 %. The result is written after
 each feature, and the exit code is 1 if one has failed.
@@ -258,6 +258,39 @@ def use_tool(trial: Trial) -> None:
     trial.found["refused"] = sum(row.get("tool/refused/calculate", 0.0) for row in steps)
 
 
+def imitate(trial: Trial) -> None:
+    """Supervised fine-tuning on right answers."""
+    data = {"path": "train.jsonl", "prompt": "question", "response": "answer"}
+    held_out = {"path": "test.jsonl", "prompt": "question", "answer": "answer"}
+    steps = trial.train(
+        {
+            "workflow": "sft",
+            "data": {"train": data, "evaluation": held_out, "max_prompt_tokens": 96, "max_response_tokens": 16},
+            "reward": {"exact_match": 1.0},
+            "batch": {"prompts_per_step": 16, "responses_per_prompt": 1, "micro_batch_tokens": 512},
+            "optimizer": {"learning_rate": 1e-5},
+            "steps": 8,
+        }
+    )
+    trial.found["loss"] = [steps[0]["policy/loss"], steps[-1]["policy/loss"]]
+    assert trial.found["loss"][1] < trial.found["loss"][0], trial.found["loss"]
+
+
+def judge(trial: Trial) -> None:
+    """The model itself says how good its answers are."""
+    path = {"path": str(trial.model), "compute_dtype": "float32"}
+    rubric = {"right": "Is the number right?"}
+    steps = trial.train(
+        {
+            "models": {"policy": path, "judge": path},
+            "reward": {"judge": {"role": "judge", "rubric": rubric, "scale": [1, 5], "max_answer_tokens": 64}},
+            "algorithm": {"kl": {"coefficient": 0.0}},
+        }
+    )
+    trial.found["reward"] = steps[-1]["reward/mean"]
+    trial.found["ungraded"] = max(row["judge/failed_share"] for row in steps)
+
+
 FEATURES: Mapping[str, Callable[[Trial], None]] = {
     "template": template,
     "reward": reward,
@@ -276,6 +309,8 @@ FEATURES: Mapping[str, Callable[[Trial], None]] = {
     "eval": evaluate,
     "export": export,
     "serve": serve,
+    "sft": imitate,
+    "a judge": judge,
     "dpo": lambda trial: trial.train_pairs("dpo", "policy"),
     "reward model": lambda trial: trial.train_pairs("reward_model", "reward_model"),
     "a tool": use_tool,
@@ -339,7 +374,9 @@ def line(found: Found) -> str:
         parts.append(
             f"{found['peak_bytes'] / 2**30:.2f} GiB, {found['peak_bytes'] / found['planned_bytes']:.2f} of the plan"
         )
-    parts += [f"{name} {found[name]:.2g}" for name in ("tp", "mismatch", "calls", "refused") if name in found]
+    parts += [
+        f"{name} {found[name]:.2g}" for name in ("tp", "mismatch", "calls", "refused", "ungraded") if name in found
+    ]
     parts += ["loss " + " → ".join(f"{loss:.3f}" for loss in found["loss"])] if "loss" in found else []
     return f"FAILED: {found['error']}" if "error" in found else ", ".join(parts)
 
