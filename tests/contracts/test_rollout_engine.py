@@ -54,7 +54,7 @@ from leaderless.rollout.external.vllm_engine import InProcessVllm, VllmServer
 from leaderless.rollout.make_engine import RolloutSetup
 from leaderless.rollout.make_engine import make_engine as engine_by_name
 from leaderless.rollout.native import engine as native
-from leaderless.rollout.native import segment_attention
+from leaderless.rollout.native import later_parts
 from leaderless.rollout.native.engine import NativeEngine
 from leaderless.rollout.native.paged_attention import attend_with_torch
 from leaderless.rollout.native.paged_engine import PagedEngine, PagedOptions
@@ -647,7 +647,7 @@ def test_keys_and_values_are_computed_again_in_several_passes(monkeypatch: pytes
     path, wanted = tiny_model(), [Request([*range(1, 20)], [0, 1, 2]), Request([*range(2, 9)], [3])]
     trainer = make_trainer(path)
     monkeypatch.setattr(native, "PREFILL_TOKENS", 8)
-    monkeypatch.setattr(segment_attention, "QUERY_BLOCK", 3)
+    monkeypatch.setattr(later_parts, "QUERY_BLOCK", 3)
     engine, found = EMBEDDED[name](path, 4), [request.begin() for request in wanted]
     models = {0: frozen(trainer)}
     numbers = {engine.submit(request, params(max_tokens=30)): index for index, request in enumerate(wanted)}

@@ -18,20 +18,28 @@ from leaderless.distributed.weights.stream import WeightStream
 from leaderless.environments.engine_scheduler import SharedEngineScheduler
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.loading.tokenizer import load_tokenizer
+from leaderless.planner.memory.attention_kinds import FULL, AttentionKind
 from leaderless.rollout.engine import Completion, Request, SamplingParams
 from leaderless.rollout.native import engine as native
-from leaderless.rollout.native import kv_cache, segment_attention
+from leaderless.rollout.native import kv_cache, later_parts
 from leaderless.rollout.native.engine import NativeEngine
 from leaderless.rollout.native.kv_cache import Segment, Slots
-from leaderless.rollout.native.segment_attention import PrefillAttention, PromptPart
+from leaderless.rollout.native.later_parts import PromptPart
+from leaderless.rollout.native.segment_attention import PrefillAttention
 
 PARAMS = SamplingParams(SamplingConfig(temperature=1.2), max_tokens=6)
 NUM_TURNS = 4
 
 
-def engine_of(max_sequences: int = 64) -> NativeEngine:
+KINDS = (FULL, AttentionKind(window=8)), (AttentionKind(chunk=6), AttentionKind(window=20))
+"""Kinds of attention of the layers of a model."""
+
+
+def engine_of(max_sequences: int = 64, kinds: tuple[AttentionKind, ...] = (FULL, FULL)) -> NativeEngine:
     config = ModelConfig(path=tiny_model())
     model, tokenizer = load_causal_lm(config, "policy").eval(), load_tokenizer(config, "policy")
+    assert len(model.attention_kinds) == len(kinds)
+    model.attention_kinds = kinds
     return NativeEngine(model, tokenizer, frozenset({0}), max_sequences, torch.device("cpu"))
 
 
@@ -126,24 +134,31 @@ class Play:
 
 
 @cache
-def expected_of(seed: int) -> Play:
-    return Play(engine_of(), seed, is_kept=False).run()
+def expected_of(seed: int, kinds: tuple[AttentionKind, ...]) -> Play:
+    return Play(engine_of(kinds=kinds), seed, is_kept=False).run()
 
 
-@pytest.mark.parametrize("max_sequences", [2, 3, 5, 64])
+@pytest.mark.parametrize(
+    ("max_sequences", "kinds"), [*((most, (FULL, FULL)) for most in (2, 3, 5, 64)), *((5, kinds) for kinds in KINDS)]
+)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_conversations_that_are_kept_say_the_same(
-    monkeypatch: pytest.MonkeyPatch, reads: list[int], max_sequences: int, seed: int
+    monkeypatch: pytest.MonkeyPatch,
+    reads: list[int],
+    max_sequences: int,
+    seed: int,
+    kinds: tuple[AttentionKind, ...],
 ) -> None:
-    expected = expected_of(seed)
+    """Windows are shorter than texts, and some texts are cut within what their layers have kept."""
+    expected = expected_of(seed, kinds)
     if seed:
         monkeypatch.setattr(kv_cache, "SMALLEST_SLOT", 2)
     else:
         monkeypatch.setattr(native, "PREFILL_TOKENS", 24)
-        monkeypatch.setattr(segment_attention, "QUERY_BLOCK", 7)
-        monkeypatch.setattr(segment_attention, "KEY_BLOCK", 64)
+        monkeypatch.setattr(later_parts, "QUERY_BLOCK", 7)
+        monkeypatch.setattr(later_parts, "KEY_BLOCK", 64)
     reads.clear()
-    engine, add = engine_of(max_sequences), Slots.add
+    engine, add = engine_of(max_sequences, kinds), Slots.add
 
     def watched(self: Slots, length: int) -> Segment:
         segment = add(self, length)
@@ -309,3 +324,18 @@ def test_an_engine_that_sleeps_or_fails_keeps_nothing(monkeypatch: pytest.Monkey
 def test_a_turn_of_a_conversation_has_one_response() -> None:
     with pytest.raises(ValueError, match="a turn of a conversation has one response, but 2 are asked for"):
         Request([1], [1, 2], conversation=0)
+
+
+def test_layers_with_windows_keep_the_last_tokens_alone() -> None:
+    """Memory does not grow with a text, and a turn that goes back further than what is kept is read again."""
+    engine, start = engine_of(kinds=(FULL, AttentionKind(window=20))), [*range(1, 60)] * 4
+    (answer, _), *_ = turns(engine, [Request(start, [0], (), 0)])
+    (slots,) = engine._responses._sizes.values()
+    assert [slots.layer(layer)[0].shape[2] for layer in range(2)] == [256, kv_cache.SMALLEST_SLOT]
+    text = [*start, *answer.tokens]
+    length = len(text) - 1  # the last token has not been read
+    nearest = length - kv_cache.SMALLEST_SLOT + 20 - 1
+    for place, expected in ((nearest, nearest), (nearest - 1, 0)):
+        changed = [*text]
+        changed[place] = 61
+        assert engine._kept.num_known(0, tuple(changed)) == expected

@@ -20,7 +20,7 @@ from leaderless.models.attention.packed import ATTENTION_NAME, PackedAttention
 from leaderless.models.causal_lm import CausalLM, load_causal_lm
 from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams, generate
 from leaderless.rollout.native import engine as native
-from leaderless.rollout.native import kv_cache, segment_attention
+from leaderless.rollout.native import kv_cache, later_parts
 from leaderless.rollout.native.lean_forward import forward_of
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def test_tokens_are_drawn_by_the_log_probabilities_of_the_trainer(
 ) -> None:
     if is_split:  # prompts are read in parts, and segments move
         monkeypatch.setattr(native, "PREFILL_TOKENS", 16)
-        monkeypatch.setattr(segment_attention, "QUERY_BLOCK", 7)
+        monkeypatch.setattr(later_parts, "QUERY_BLOCK", 7)
         monkeypatch.setattr(kv_cache, "SMALLEST_SLOT", 2)
     model = load_causal_lm(ModelConfig(path=tiny_model()), "policy").eval()
     plain = sample(engine_of(model, max_sequences=4), temperature=1.0)
@@ -96,8 +96,8 @@ def test_tokens_of_each_family_are_those_of_transformers(family: str) -> None:
     assert family in RECURRENT or len(PROMPTS[3]) > 8 * window, "windows are exceeded"
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "nemotron_h"])
-def test_states_continue_where_prompts_are_read_in_parts_and_weights_change(
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "nemotron_h", "gpt_oss", "olmo3"])
+def test_texts_continue_where_prompts_are_read_in_parts_and_weights_change(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "PREFILL_TOKENS", 16)
@@ -107,7 +107,12 @@ def test_states_continue_where_prompts_are_read_in_parts_and_weights_change(
     step = engine.step
 
     def step_with_stale_keys() -> list[Delta]:
-        engine._is_stale = bool(engine._active)  # as after new weights
+        """Step as after new weights: nothing of before is of use."""
+        engine._unread_waiting()
+        for slots in (one for store in (engine._prompts, engine._responses) for one in store._sizes.values()):
+            for keys, values in slots._layers.values():
+                keys.fill_(3.0), values.fill_(3.0)
+        engine._is_stale = bool(engine._active)
         return step()
 
     monkeypatch.setattr(engine, "step", step_with_stale_keys)

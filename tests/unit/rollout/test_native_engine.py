@@ -27,7 +27,7 @@ from leaderless.models.loading.support import check_supported
 from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
 from leaderless.rollout.native import engine as native
-from leaderless.rollout.native import kv_cache, lean_forward, segment_attention
+from leaderless.rollout.native import kv_cache, later_parts, lean_forward, segment_attention
 from leaderless.rollout.native.engine import NativeEngine
 from leaderless.rollout.native.kv_cache import SegmentStore
 from leaderless.rollout.native.lean_forward import LeanForward, forward_of
@@ -164,14 +164,14 @@ def test_a_long_prompt_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     plan = segment_attention.PrefillAttention.__init__
 
     def watched(
-        self: segment_attention.PrefillAttention, parts: list[segment_attention.PromptPart], device: torch.device
+        self: segment_attention.PrefillAttention, parts: list[later_parts.PromptPart], device: torch.device
     ) -> None:
         sizes.append(sum(part.count for part in parts))
         plan(self, parts, device)
 
     monkeypatch.setattr(segment_attention.PrefillAttention, "__init__", watched)
     monkeypatch.setattr(native, "PREFILL_TOKENS", 16)
-    monkeypatch.setattr(segment_attention, "QUERY_BLOCK", 7)
+    monkeypatch.setattr(later_parts, "QUERY_BLOCK", 7)
     assert_same(sample(tiny_engine()), expected)
     assert max(sizes) == 16
     assert sum(sizes) == sum(LENGTHS)

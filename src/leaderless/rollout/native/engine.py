@@ -28,6 +28,7 @@ from leaderless.rollout.engine import (
     has_stopped,
 )
 from leaderless.rollout.native.kv_cache import LayerKeysValues, Segment, SegmentStore, Store
+from leaderless.rollout.native.later_parts import PromptPart
 from leaderless.rollout.native.lean_forward import forward_of
 from leaderless.rollout.native.prompts import (
     CachedPrompt,
@@ -41,7 +42,7 @@ from leaderless.rollout.native.prompts import (
     passes_of,
 )
 from leaderless.rollout.native.sampling import read_support, sample_recorded, sample_tokens, uniform_noise
-from leaderless.rollout.native.segment_attention import DecodeAttention, PrefillAttention, PromptPart, SharedPrompts
+from leaderless.rollout.native.segment_attention import DecodeAttention, PrefillAttention, SharedPrompts
 
 REMEDY = "give models.ROLE.path the revision that the trainer has loaded, and report this if it has"
 """Remedy if the engine adds the trainer's adapters to other weights than the trainer."""
@@ -86,9 +87,8 @@ class NativeEngine:
         self._reset()
 
     def _reset(self) -> None:
-        self._continuing: deque[CachedPrompt] = (
-            deque()
-        )  # next turns of conversations that are kept; they are read first
+        # Next turns of conversations that are kept; they are read first.
+        self._continuing: deque[CachedPrompt] = deque()
         self._unread: dict[Key, CachedPrompt] = {}
         self._read: deque[CachedPrompt] = deque()
         self._deltas: list[Delta] = []
@@ -102,7 +102,8 @@ class NativeEngine:
     def _make_stores(self) -> tuple[Store, Store]:
         """Stores for prompts that responses share, and for what responses have of their own."""
         shapes: dict[int, LayerKeysValues] = {}
-        return SegmentStore(shapes), SegmentStore(shapes)
+        kinds = self.model.attention_kinds
+        return SegmentStore(shapes, kinds), SegmentStore(shapes, kinds)
 
     def wake(self, reload: Callable[[], None]) -> None:
         """Do nothing: memory is taken as it is needed."""

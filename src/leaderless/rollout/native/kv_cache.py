@@ -1,12 +1,14 @@
 """The key-value cache: segments of tokens in slots, and slots sorted by size.
 
+Layers whose tokens attend to the last ones alone keep these: a token takes the place of one that no later token sees.
+
 Segments of responses that are being decoded are active. Those of conversations that wait for their next turn are kept:
 they stay in slots behind the active ones, where no pass reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Protocol
@@ -16,11 +18,25 @@ from torch import Tensor
 
 from leaderless.models.attention.recurrence import LayerStates, Mixer
 from leaderless.models.uploads import placed
+from leaderless.planner.memory.attention_kinds import AttentionKind
 from leaderless.planner.memory.limits import MOST_SPARE_SLOTS, SMALLEST_SLOT
 
 LayerKeysValues = tuple[Tensor, Tensor]
 StateBatches = dict[int, tuple[LayerStates, list[LayerStates]]]
 """States of the rows of a pass by layer, together and of each row, which are parts of the former."""
+
+
+def _capacity(length: int) -> int:
+    """Tokens of the smallest slot that has room for some."""
+    capacity = SMALLEST_SLOT
+    while capacity < length:
+        capacity *= 2
+    return capacity
+
+
+def tokens_at(places: Tensor, ends: Tensor, kept: int) -> Tensor:
+    """The tokens at places of segments that end somewhere, where `kept` are kept; below 0 where none was written."""
+    return ends - 1 - (ends - 1 - places) % kept
 
 
 @dataclass(eq=False)
@@ -57,6 +73,9 @@ class KeyValueStore(Protocol):
     def keep(self, segment: Segment) -> None:
         """Keep an active segment, which no pass reads."""
 
+    def can_cut(self, segment: Segment, length: int) -> bool:
+        """Whether a segment has all that the token behind its first ones depends on."""
+
     def remove(self, segment: Segment) -> None:
         """Free the memory of a segment."""
 
@@ -78,15 +97,17 @@ class Slots:
     """Slots of one size. The first ones have the active segments, the next ones those that are kept, without a gap.
 
     Keys and values are [kv_heads, slots, tokens, head_dim], so that everything one head reads of a segment is
-    contiguous. They are 0 where nothing was written: masked values are multiplied by 0, and 0 times NaN is NaN.
+    contiguous. They are 0 where nothing was written: masked values are multiplied by 0, and 0 times NaN is NaN. In
+    layers that keep n tokens, a segment's token t is at place t modulo n.
     """
 
-    def __init__(self, capacity: int, shapes: dict[int, LayerKeysValues]) -> None:
+    def __init__(self, capacity: int, shapes: dict[int, LayerKeysValues], kinds: Mapping[int, AttentionKind]) -> None:
         """Describe slots; memory is allocated later.
 
-        `shapes` has empty tensors by layer, with the heads and the type of keys and values, once they are known.
+        `shapes` has empty tensors by layer, with the heads and the type of keys and values, once they are known, and
+        `kinds` the layers that do not need all tokens.
         """
-        self.capacity, self._segments = capacity, list[Segment]()
+        self.capacity, self._segments, self._kinds = capacity, list[Segment](), kinds
         self._num_active = 0
         self._shapes = shapes
         self._layers: dict[int, LayerKeysValues] = {}
@@ -97,6 +118,20 @@ class Slots:
         """The active segments, in the order of their slots."""
         return self._segments[: self._num_active]
 
+    def num_kept(self, layer: int) -> int:
+        """Tokens for which a slot has room in a layer."""
+        kind = self._kinds.get(layer)
+        most = None if kind is None else kind.window or kind.chunk
+        return self.capacity if most is None else min(self.capacity, _capacity(most))
+
+    def can_cut(self, segment: Segment, length: int) -> bool:
+        """Whether a segment has all that the token behind its first ones depends on; states are behind its last one."""
+        if segment.states and length < segment.length:
+            return False
+        return all(
+            segment.length - self.num_kept(layer) <= kind.first_key(length) for layer, kind in self._kinds.items()
+        )
+
     def layer(self, layer: int) -> LayerKeysValues:
         """Return the keys and values of a layer."""
         if layer not in self._layers:  # the first pass makes the shapes known
@@ -106,15 +141,18 @@ class Slots:
     def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
         """Store keys and values of tokens, [n, kv_heads, head_dim].
 
-        `places` are [n] int64: slot times capacity plus the place in the slot.
+        `places` are [n] int64: slot times capacity plus the token's number in the segment. None of the tokens may take
+        the place of another.
         """
         if layer not in self._shapes:
             self._shapes[layer] = key.new_empty(0, *key.shape[1:]), value.new_empty(0, *value.shape[1:])
+        if (kept := self.num_kept(layer)) < self.capacity:
+            places = places // self.capacity * kept + places % kept
         for tensor, new in zip(self.layer(layer), (key, value), strict=True):
             tensor.flatten(1, 2).index_copy_(1, places, new.transpose(0, 1))
 
     def places(self, segment: Segment, begin: int, count: int) -> Tensor:
-        """Compute the slot times the capacity plus the place in the slot, for each token."""
+        """Compute the slot times the capacity plus the number of each token."""
         return segment.slot * self.capacity + torch.arange(begin, begin + count)
 
     def reader(
@@ -174,10 +212,15 @@ class Slots:
         segment.home, segment.slot, self._segments[here.slot] = self, here.slot, segment
 
     def copy(self, source: Segment, segment: Segment, begin: int) -> None:
-        """Copy the keys and values of a segment into one that is here, from the place `begin` on."""
+        """Copy the keys and values of a segment into one that is here, from the token `begin` on."""
         for layer in self._shapes:
             for mine, other in zip(self.layer(layer), source.home.layer(layer), strict=True):
-                mine[:, segment.slot, begin : begin + source.length] = other[:, source.slot, : source.length]
+                if mine.shape[2] == self.capacity:
+                    mine[:, segment.slot, begin : begin + source.length] = other[:, source.slot, : source.length]
+                    continue
+                last = min(source.length, mine.shape[2], other.shape[2])
+                tokens = torch.arange(source.length - last, source.length, device=mine.device)
+                mine[:, segment.slot, (begin + tokens) % mine.shape[2]] = other[:, source.slot, tokens % other.shape[2]]
 
     def remove(self, segment: Segment) -> None:
         """Free the slot of a segment: the last one moves into it. Without segments, memory is released."""
@@ -215,16 +258,20 @@ class Slots:
 
     def _room(self, layer: int) -> LayerKeysValues:
         keys, values = self._shapes[layer]
-        size = (keys.shape[1], self._num_slots, self.capacity)
+        size = (keys.shape[1], self._num_slots, self.num_kept(layer))
         return keys.new_zeros(*size, keys.shape[2]), values.new_zeros(*size, values.shape[2])
 
 
 class SegmentStore:
     """Segments of any length, each in a slot that is less than twice as long, or of the smallest size."""
 
-    def __init__(self, shapes: dict[int, LayerKeysValues]) -> None:
-        """Start without segments; stores share shapes, so that segments can be copied between them."""
+    def __init__(self, shapes: dict[int, LayerKeysValues], kinds: Sequence[AttentionKind] = ()) -> None:
+        """Start without segments; stores share shapes, so that segments can be copied between them.
+
+        Without kinds of attention, all layers keep all tokens.
+        """
         self._shapes = shapes
+        self._kinds = {layer: kind for layer, kind in enumerate(kinds) if kind.has_attention and not kind.sees_all}
         self._sizes: dict[int, Slots] = {}
 
     def __iter__(self) -> Iterator[Slots]:
@@ -287,9 +334,7 @@ class SegmentStore:
         return moved
 
     def _slots(self, length: int) -> Slots:
-        capacity = SMALLEST_SLOT
-        while capacity < length:
-            capacity *= 2
+        capacity = _capacity(length)
         if capacity not in self._sizes:
-            self._sizes[capacity] = Slots(capacity, self._shapes)
+            self._sizes[capacity] = Slots(capacity, self._shapes, self._kinds)
         return self._sizes[capacity]

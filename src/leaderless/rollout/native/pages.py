@@ -139,6 +139,10 @@ class PagePool(Store, KeyValueStore):
         self._cut(segment, segment.length)
 
     @override
+    def can_cut(self, segment: Segment, length: int) -> bool:
+        return True  # all layers keep all tokens
+
+    @override
     def resume(self, segment: Segment, num_known: int, length: int) -> None:
         self._kept.discard(segment)
         # The next turn has other tokens behind those that both have in common.

@@ -16,7 +16,8 @@ from leaderless.models.attention.shared_prompts import Family
 from leaderless.models.vision.mrope import grid_positions
 from leaderless.rollout.engine import Completion, SamplingParams
 from leaderless.rollout.native.kv_cache import Segment, StateBatches, Store
-from leaderless.rollout.native.segment_attention import PromptPart, SharedPrompts
+from leaderless.rollout.native.later_parts import PromptPart
+from leaderless.rollout.native.segment_attention import SharedPrompts
 
 Key = tuple[tuple[int, ...], tuple[PromptImage, ...], int]
 """Tokens and images of a prompt, and how many of its tokens attend to one another in both directions."""
@@ -180,7 +181,7 @@ class KeptConversations:
         if tokens[:most] != prompt[:most]:
             most = next(place for place in range(most) if tokens[place] != prompt[place])
         most = num_alike(seen, images, most)
-        return 0 if segment.states and most < segment.length else most  # states cannot go back to an earlier token
+        return most if segment.home.can_cut(segment, most) else 0
 
     def experts(self, conversation: int, num_known: int) -> list[bytes]:
         """Experts of the first tokens of a conversation that is kept."""

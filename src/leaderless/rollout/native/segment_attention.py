@@ -1,24 +1,32 @@
-"""Attention of decoding passes, with one new token for each response."""
+"""Attention of passes of the native engine: of decoding, with one new token for each response, and of prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from leaderless.models.attention.form import AttentionForm, as_scores, seen_keys
-from leaderless.models.attention.packed import Attention, PackedAttention, attend_padded
+from leaderless.models.attention.form import AttentionForm, as_scores
+from leaderless.models.attention.packed import Attention, PackedAttention
 from leaderless.models.attention.recurrence import LayerStates, Mixer
 from leaderless.models.attention.shared_prompts import Family, PrefixAttention
-from leaderless.models.attention.some_keys import attend_some, bounded, flash_on_cpu
+from leaderless.models.attention.some_keys import bounded, flash_on_cpu
 from leaderless.models.scoring import bmm_in_float32
 from leaderless.models.uploads import placed
 from leaderless.planner.memory.attention_kinds import AttentionKind
-from leaderless.rollout.native.kv_cache import KeyValueStore, Segment, SegmentStore, Slots, StateBatches
+from leaderless.rollout.native.kv_cache import (
+    KeyValueStore,
+    Segment,
+    SegmentStore,
+    Slots,
+    StateBatches,
+    tokens_at,
+)
+from leaderless.rollout.native.later_parts import AfterPrompt, Block, InWindow, LaterBlocks, PromptPart, grouped, split
 
 
 class _Seen(NamedTuple):
@@ -56,11 +64,12 @@ class _Tier:
         ends = torch.tensor(self.lengths)[:, None, None]
         return _Seen(placed(as_scores(torch.arange(self.longest) < ends)[None], self.device))
 
-    def seen_from(self, first: Tensor) -> _Seen:
-        """The keys of each segment from a place on, [count, queries] int64, which may be behind its end."""
+    def seen_from(self, layer: int, first: Tensor) -> _Seen:
+        """The keys of each segment from a token on, [count, queries] int64, which may be behind its end."""
         first, ends = first.unsqueeze(2), torch.tensor(self.lengths)[:, None, None]
-        is_blind, places = first >= ends, torch.arange(self.longest)
-        mask = as_scores((places < ends) & ((places >= first) | is_blind))
+        kept = self.slots.num_kept(layer)
+        is_blind, tokens = first >= ends, tokens_at(torch.arange(min(self.longest, kept)), ends, kept)
+        mask = as_scores((tokens >= 0) & ((tokens >= first) | is_blind))
         return _Seen(placed(mask[None], self.device), placed(is_blind.squeeze(2), self.device))
 
     def attend(self, layer: int, query: Tensor, form: AttentionForm, seen: _Seen) -> tuple[Tensor, Tensor]:
@@ -149,11 +158,11 @@ class SharedPrompts:
         is_read = torch.tensor([prompt is not None for prompt in prompts])
         self.is_read = None if bool(is_read.all()) else is_read.float()[:, None].to(device)
 
-    def seen_from(self, first: Tensor | None) -> list[_Seen]:
-        """What each row of the pass sees of its prompt, from a place on, [n] int64, or all of it."""
+    def seen_from(self, layer: int, first: Tensor | None) -> list[_Seen]:
+        """What each row of the pass sees of its prompt in a layer, from a token on, [n] int64, or all of it."""
         if first is None:
             return [tier.seen for tier in self.tiers]
-        return [tier.seen_from(first[rows]) for tier, rows in zip(self.tiers, self._readers, strict=True)]
+        return [tier.seen_from(layer, first[rows]) for tier, rows in zip(self.tiers, self._readers, strict=True)]
 
     def merge(
         self,
@@ -212,7 +221,7 @@ class DecodeAttention:
         self._own_lengths = own
         self._seen: dict[AttentionKind, tuple[list[_Seen], list[_Seen]]] = {}
 
-    def _seen_by(self, kind: AttentionKind) -> tuple[list[_Seen], list[_Seen]]:
+    def _seen_by(self, layer: int, kind: AttentionKind) -> tuple[list[_Seen], list[_Seen]]:
         """What new tokens see of their own segments, and of shared prompts; the same in all layers of a kind."""
         if kind not in self._seen:
             shared, first = self.shared, None
@@ -223,8 +232,8 @@ class DecodeAttention:
                 positions = (before + torch.tensor(self._own_lengths)).tolist()
                 first = torch.tensor([kind.first_key(position) for position in positions])
                 of_own = torch.split((first - before).clamp(min=0)[:, None], [tier.count for tier in self._tiers])
-                own = [tier.seen_from(part) for tier, part in zip(self._tiers, of_own, strict=True)]
-            self._seen[kind] = own, shared.seen_from(first) if shared else []
+                own = [tier.seen_from(layer, part) for tier, part in zip(self._tiers, of_own, strict=True)]
+            self._seen[kind] = own, shared.seen_from(layer, first) if shared else []
         return self._seen[kind]
 
     def recur(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
@@ -234,7 +243,7 @@ class DecodeAttention:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Write the new token of each row, and attend tier by tier, then to shared prompts."""
-        counts, (own, of_prompts) = [tier.count for tier in self._tiers], self._seen_by(form.kind)
+        counts, (own, of_prompts) = [tier.count for tier in self._tiers], self._seen_by(layer, form.kind)
         results: list[tuple[Tensor, Tensor]] = []
         for tier, seen, q, k, v in zip(
             self._tiers, own, *(torch.split(tensor, counts) for tensor in (query, key, value)), strict=True
@@ -247,30 +256,12 @@ class DecodeAttention:
         return self.shared.merge(layer, query, output, normalizer, form, of_prompts)
 
 
-QUERY_BLOCK = 1024
-"""Most queries of a later part that attend at a time, so that masks stay small."""
-KEY_BLOCK = 1 << 16
-"""Most keys of all segments that later parts attend to at a time; some kernels copy them for each query head."""
+class _Writes(NamedTuple):
+    """Rows of a pass, and their places in a store."""
 
-
-@dataclass(frozen=True)
-class PromptPart:
-    """The `count` tokens of a text that one pass reads, after `begin` tokens that were read earlier.
-
-    Those of a response come after all of a prompt that it shares, which has a segment to itself. Of a text that begins
-    with this part, the first `num_both` tokens attend to one another in both directions.
-    """
-
-    segment: Segment
-    begin: int
-    count: int
-    prompt: Segment | None = None
-    num_both: int = 0
-
-    @property
-    def position(self) -> int:
-        """Position of the first of the tokens; 0 if the part begins a text."""
-        return self.begin + (self.prompt.length if self.prompt else 0)
+    home: KeyValueStore
+    rows: Tensor
+    places: Tensor
 
 
 class PrefillAttention:
@@ -281,22 +272,38 @@ class PrefillAttention:
 
         What the device needs to know of it is `placed` there.
         """
-        self._parts, counts = parts, [part.count for part in parts]
+        self._parts, self._device, counts = parts, device, [part.count for part in parts]
         tokens = torch.split(torch.arange(sum(counts)), counts)
-        self._writes: list[tuple[KeyValueStore, Tensor, Tensor]] = []
-        for home in dict.fromkeys(part.segment.home for part in parts):
-            mine = [(own, part) for own, part in zip(tokens, parts, strict=True) if part.segment.home is home]
-            source = torch.cat([own for own, _ in mine])
-            places = torch.cat([home.places(part.segment, part.begin, part.count) for _, part in mine])
-            self._writes.append((home, placed(source, device), placed(places, device)))
+        self._blocks = [Block(part, int(own[0])) for own, part in zip(tokens, parts, strict=True)]
+        self._writes: dict[AttentionKind | None, list[_Writes]] = {None: self._writes_of(None)}
         first = [part for part in parts if not part.position]
         self._num_first, self._first = sum(part.count for part in first), _first_attention(first, device)
-        later = [_Block(part, int(own[0])) for own, part in zip(tokens, parts, strict=True) if part.position]
-        after = [piece for block in later if block.part.prompt is not None for piece in _split(block)]
-        self._later: list[_LaterBlocks | _AfterPrompt] = [
-            _LaterBlocks(group, device) for group in _grouped([x for x in later if x.part.prompt is None])
+        later = [block for block in self._blocks if block.part.position]
+        after = [piece for block in later if block.part.prompt is not None for piece in split(block)]
+        self._later: list[LaterBlocks | AfterPrompt] = [
+            LaterBlocks(group, device) for group in grouped([x for x in later if x.part.prompt is None])
         ]
-        self._later += [_AfterPrompt(block, device) for block in after]
+        self._later += [AfterPrompt(block, device) for block in after]
+
+    @cached_property
+    def _in_windows(self) -> list[InWindow]:
+        read = {block.part.segment: block for block in self._blocks}
+        later = [piece for block in self._blocks if block.part.position for piece in split(block)]
+        return [InWindow(piece, read, self._device) for piece in later]
+
+    def _writes_of(self, kind: AttentionKind | None) -> list[_Writes]:
+        """Where keys and values are written: those of all tokens, or of those to which others of a kind may attend."""
+        writes, most = list[_Writes](), None if kind is None else kind.window or kind.chunk
+        for home in dict.fromkeys(part.segment.home for part in self._parts):
+            mine = [block for block in self._blocks if block.part.segment.home is home]
+            counts = [block.part.count if most is None else min(block.part.count, most) for block in mine]
+            rows, places = list[Tensor](), list[Tensor]()
+            for (part, row), count in zip(mine, counts, strict=True):
+                before = part.count - count
+                rows.append(torch.arange(row + before, row + part.count))
+                places.append(home.places(part.segment, part.begin + before, count))
+            writes.append(_Writes(home, *(placed(torch.cat(one), self._device) for one in (rows, places))))
+        return writes
 
     def recur(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
         """Read each part after the states of its segment, or of the prompt before it, and keep the states behind it."""
@@ -310,7 +317,11 @@ class PrefillAttention:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Write all keys and values, then attend: first the parts that begin a text, then the later ones."""
-        for home, source, places in self._writes:
+        window = None if form.kind.sees_all else form.kind
+        if window not in self._writes:
+            self._writes[window] = self._writes_of(window)
+        known = [] if window is None else [block.known(layer, window) for block in self._in_windows]
+        for home, source, places in self._writes[window]:
             home.write(layer, places, key.index_select(0, source), value.index_select(0, source))
         results: list[Tensor] = []
         if self._first is not None:
@@ -318,8 +329,11 @@ class PrefillAttention:
             results.append(self._first.attend(layer, query[:end], key[:end], value[:end], form))
         if self._later:
             later = torch.empty_like(query)
-            for blocks in self._later:
-                blocks.attend(layer, query, later, form)
+            if window is None:
+                for blocks in self._later:
+                    blocks.attend(layer, query, later, form)
+            for block, before in zip(self._in_windows if window else [], known, strict=True):
+                block.attend((query, key, value), before, later, form)
             results.append(later[self._num_first :])
         return results[0] if len(results) == 1 else torch.cat(results)
 
@@ -333,108 +347,3 @@ def _first_attention(parts: Sequence[PromptPart], device: torch.device) -> Atten
     assert all(0 < part.num_both <= part.count for part in parts), "a prompt is read in one part"
     rest = [(part.num_both, part.count - part.num_both) for part in parts]
     return PrefixAttention([Family(both, (after,) if after else ()) for both, after in rest], device)
-
-
-class _Block(NamedTuple):
-    """Tokens of a later part, of which the first is in row `row` of the pass."""
-
-    part: PromptPart
-    row: int
-
-    @property
-    def end(self) -> int:
-        """Number of keys to which the last token attends."""
-        return self.part.begin + self.part.count
-
-
-def _grouped(later: Sequence[_Block]) -> Iterator[list[_Block]]:
-    """Group what attends in one call: short parts in slots of one size, at least half as long as the longest of them.
-
-    The blocks of a longer part attend one after the other.
-    """
-    for home in dict.fromkeys(block.part.segment.home for block in later):
-        group: list[_Block] = []
-        for block in sorted((b for b in later if b.part.segment.home is home), key=lambda b: -b.part.count):
-            if block.part.count > QUERY_BLOCK:
-                yield from ([piece] for piece in _split(block))
-                continue
-            keys = max(one.end for one in (*group, block)) * (len(group) + 1)
-            if group and (2 * block.part.count < group[0].part.count or keys > KEY_BLOCK):
-                yield group
-                group = []
-            group.append(block)
-        if group:
-            yield group
-
-
-def _split(block: _Block) -> Iterator[_Block]:
-    begin, count = block.part.begin, block.part.count
-    for offset in range(0, count, QUERY_BLOCK):
-        part = replace(block.part, begin=begin + offset, count=min(QUERY_BLOCK, count - offset))
-        yield _Block(part, block.row + offset)
-
-
-class _LaterBlocks:
-    """Blocks that attend in one call to all that their segments have; they are padded to the longest block."""
-
-    def __init__(self, blocks: Sequence[_Block], device: torch.device) -> None:
-        parts = [block.part for block in blocks]
-        self._longest = max(block.end for block in blocks)
-        self._read = parts[0].segment.home.reader([part.segment for part in parts], self._longest, device)
-        counts, begins, rows = (
-            torch.tensor(numbers)[:, None]
-            for numbers in ([p.count for p in parts], [p.begin for p in parts], [block.row for block in blocks])
-        )
-        steps = torch.arange(parts[0].count)[None, :]
-        # Padding repeats the last token of a block.
-        self._queries = placed(rows + torch.minimum(steps, counts - 1), device)
-        self._positions = placed(begins + steps, device)
-        self._seen: dict[AttentionKind, Tensor] = {}
-        is_real = (steps < counts).flatten()
-        self._real = None if bool(is_real.all()) else placed(is_real.nonzero().squeeze(1), device)
-
-    def attend(self, layer: int, query: Tensor, output: Tensor, form: AttentionForm) -> None:
-        """Attend with rows of [T, query_heads, head_dim] queries, and write the results into these rows."""
-        rows = self._queries.flatten()
-        block = query.index_select(0, rows).view(*self._queries.shape, *query.shape[1:]).transpose(1, 2)
-        keys, values = (tensor.transpose(0, 1) for tensor in self._read(layer))
-        is_seen = self._seen.get(form.kind)
-        if is_seen is None:
-            keys_at = torch.arange(self._longest, device=query.device)
-            is_seen = self._seen[form.kind] = seen_keys(form.kind, self._positions, keys_at).unsqueeze(1)
-        result = attend_seen(block, keys, values, is_seen, form).transpose(1, 2).flatten(0, 1)
-        if self._real is not None:
-            rows, result = rows.index_select(0, self._real), result.index_select(0, self._real)
-        output.index_copy_(0, rows, result)
-
-
-class _AfterPrompt:
-    """A block of a response, which attends to a prompt that it shares and to its own segment."""
-
-    def __init__(self, block: _Block, device: torch.device) -> None:
-        part = block.part
-        assert part.prompt is not None
-        self._rows = slice(block.row, block.row + part.count)
-        both = (part.prompt, part.prompt.length), (part.segment, block.end)
-        self._parts = [segment.home.reader([segment], length, device) for segment, length in both]
-        self._positions = placed(torch.arange(part.position + part.count), device)
-        self._seen: dict[AttentionKind, Tensor] = {}
-
-    def attend(self, layer: int, query: Tensor, output: Tensor, form: AttentionForm) -> None:
-        """Attend with the rows of the block, and write them into the output."""
-        both = zip(*(read(layer) for read in self._parts), strict=True)
-        keys, values = (torch.cat([own[:, 0] for own in tensors], 1)[None] for tensors in both)
-        block = query[self._rows].transpose(0, 1)[None]
-        is_seen = self._seen.get(form.kind)
-        if is_seen is None:
-            own = self._positions[-block.shape[2] :]
-            is_seen = self._seen[form.kind] = seen_keys(form.kind, own, self._positions)[None, None]
-        output[self._rows] = attend_seen(block, keys, values, is_seen, form)[0].transpose(0, 1)
-
-
-def attend_seen(query: Tensor, key: Tensor, value: Tensor, is_seen: Tensor, form: AttentionForm) -> Tensor:
-    """Attend with heads in front, [n, heads, tokens, head_dim], to keys that are seen, [n, 1, queries, keys]."""
-    if form.kind.softcap is None and form.sinks is None:
-        return attend_padded(query, key, value, is_seen, form.scale)
-    output, normalizer = attend_some(form, query, key, value, mask=as_scores(is_seen))
-    return form.added_sink(output.transpose(1, 2), normalizer.transpose(1, 2))[0].transpose(1, 2)
