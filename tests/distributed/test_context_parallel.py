@@ -120,8 +120,8 @@ def test_ranks_of_a_ring_have_equal_work_and_see_all_keys_once() -> None:
                 lengths = torch.full([bucket.count], bucket.longest)
                 missing = torch.bincount(bucket.padding // bucket.longest, minlength=bucket.count)
                 work[rank] += int(((lengths - missing) * (lengths - missing + 1) // 2).sum())
-            for rectangles in plan.rectangles:
-                work[rank] += sum((q.stop - q.start) * (k.stop - k.start) for q, k in rectangles)
+            for crossings in plan.crossings:
+                work[rank] += sum((q.stop - q.start) * (k.stop - k.start) for k, q, _ in crossings)
         total = 0
         for family in families:
             prompt, rest = family.prompt, family.continuations

@@ -110,7 +110,7 @@ def test_attention_and_its_gradients_are_those_of_a_mask(
             ("attend_some", "attend_by_products"),
             ("gradients_of_some", "gradients_by_products"),
         ):
-            monkeypatch.setattr(f"leaderless.models.attention.joined.{kernels}", getattr(some_keys, products))
+            monkeypatch.setattr(some_keys, kernels, getattr(some_keys, products))
     make, families = WAYS["joined" if way == "products" else way]
     kind, inputs = KINDS[name], made(2, has_sinks=has_sinks)
     sinks = inputs[3] if has_sinks else None

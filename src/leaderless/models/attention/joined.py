@@ -28,24 +28,9 @@ from torch.autograd.function import FunctionCtx
 from leaderless.models.attention.blocks import LengthBuckets, PromptBlock
 from leaderless.models.attention.form import AttentionForm, gradient_of_sinks
 from leaderless.models.attention.recurrence import Mixer, RecurrentPasses
-from leaderless.models.attention.some_keys import attend_some, gradients_of_some
+from leaderless.models.attention.some_keys import Crossing, attend_within, gradients_within
 from leaderless.models.uploads import placed
 from leaderless.planner.memory.attention_kinds import AttentionKind
-
-
-class Crossing(NamedTuple):
-    """Tokens that attend to tokens before their block or cell, in one call.
-
-    Attributes:
-        keys: Places of the latter: consecutive ones, or [n or 1, keys] int64 on the device, different ones or the same
-            for all.
-        queries: Places of the former: consecutive ones, or [n, queries] int64 on the device.
-        is_causal: Whether queries see the keys up to their own place in the call alone.
-    """
-
-    keys: slice | Tensor
-    queries: slice | Tensor
-    is_causal: bool = False
 
 
 class JoinedCalls(NamedTuple):
@@ -195,23 +180,9 @@ class _Joined(torch.autograd.Function):
         calls: JoinedCalls,
         form: AttentionForm,
     ) -> Tensor:
-        buckets = calls.buckets
-        results = [
-            attend_some(form, *(bucket.take(one) for one in (query, key, value)), is_causal=True)
-            for bucket in buckets.all
-        ]
-        output, normalizer = (buckets.join([result[kind] for result in results]) for kind in range(2))
-        for keys, rest, is_causal in calls.crossings:
-            q = _take(query, rest)
-            k, v = (_take(values, keys).expand(len(q), -1, -1, -1) for values in (key, value))
-            other, other_normalizer = (_put(one, rest) for one in attend_some(form, q, k, v, is_causal=is_causal))
-            whole = torch.logaddexp(normalizer[rest], other_normalizer)
-            share = (other_normalizer - whole).exp_().unsqueeze(-1).to(other.dtype)
-            if isinstance(rest, slice):
-                output[rest].lerp_(other, share)
-            else:
-                output[rest] = output[rest].lerp_(other, share)
-            normalizer[rest] = whole
+        output, normalizer = attend_within(form, calls.buckets, query, key, value)
+        for crossing in calls.crossings:
+            crossing.attend(form, query, key, value, output, normalizer)
         output, normalizer = form.added_sink(output, normalizer)
         ctx.save_for_backward(query, key, value, output, normalizer, *(() if sinks is None else (sinks,)))
         ctx.calls, ctx.form = calls, form
@@ -221,45 +192,9 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: _Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
         query, key, value, output, normalizer, *sinks = ctx.saved_tensors
         calls, form = ctx.calls, ctx.form
-        results = [
-            gradients_of_some(
-                form,
-                bucket.take(grad_output, padding=0.0),
-                *(bucket.take(values) for values in (query, key, value, output, normalizer)),
-                is_causal=True,
-            )
-            for bucket in calls.buckets.all
-        ]
-        grads = tuple(calls.buckets.join([result[kind] for result in results]) for kind in range(3))
-        for keys, rest, is_causal in calls.crossings:
-            gradient, q, *joined = (_take(values, rest) for values in (grad_output, query, output, normalizer))
-            k, v = (_take(values, keys).expand(len(q), -1, -1, -1) for values in (key, value))
-            parts = gradients_of_some(form, gradient, q, k, v, *joined, is_causal=is_causal)
-            for grad, place, part in zip(grads, (rest, keys, keys), parts, strict=True):
-                grad[place] += _put(part, place)
+        whole = grad_output, query, key, value, output, normalizer
+        grads = gradients_within(form, calls.buckets, *whole)
+        for crossing in calls.crossings:
+            crossing.add_gradients(form, *whole, grads)
         of_sinks = gradient_of_sinks(grad_output, output, normalizer, sinks[0]) if sinks else None
         return grads[0], grads[1], grads[2], of_sinks, None, None
-
-
-def _take(values: Tensor, places: slice | Tensor) -> Tensor:
-    """Lay out [T, heads, ...] values of some places for a call, as [n, heads, tokens, ...]."""
-    return heads_first(values[places]) if isinstance(places, slice) else values[places].transpose(1, 2)
-
-
-def _put(values: Tensor, places: slice | Tensor) -> Tensor:
-    """Turn results of a call, [n, heads, tokens, ...], into those of the places: the sum where all have the same."""
-    if isinstance(places, slice):
-        return tokens_first(values)
-    if len(places) < len(values):
-        values = values.sum(0, keepdim=True, dtype=torch.promote_types(values.dtype, torch.float32)).to(values.dtype)
-    return values.transpose(1, 2)
-
-
-def heads_first(values: Tensor) -> Tensor:
-    """Turn [n, heads, ...] into [1, heads, n, ...]."""
-    return values.unsqueeze(0).transpose(1, 2)
-
-
-def tokens_first(values: Tensor) -> Tensor:
-    """Turn [1, heads, n, ...] into [n, heads, ...]."""
-    return values.transpose(1, 2).squeeze(0)

@@ -9,7 +9,6 @@ arXiv 2310.01889), which is exact. In the backward pass their gradients go aroun
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +18,10 @@ from typing_extensions import override
 from leaderless.distributed.in_flight import PendingMessage
 from leaderless.models.attention.blocks import LengthBuckets
 from leaderless.models.attention.form import AttentionForm, gradient_of_sinks
-from leaderless.models.attention.joined import heads_first, tokens_first
 from leaderless.models.attention.packed import Attention
 from leaderless.models.attention.recurrence import Mixer
 from leaderless.models.attention.shared_prompts import Family, blocks_of
-from leaderless.models.attention.some_keys import attend_some, gradients_of_some
+from leaderless.models.attention.some_keys import Crossing, attend_within, gradients_within
 from leaderless.models.parallel.context import ContextParallel
 
 ROUND = "keys and values of other parts of a pass"
@@ -41,13 +39,6 @@ class RingParallel(ContextParallel):
         return RingAttention(families, self, device)
 
 
-class Rectangle(NamedTuple):
-    """Tokens of a rank that each attend to all of some tokens of a rank, by their places among each rank's tokens."""
-
-    queries: slice
-    keys: slice
-
-
 class RingAttention:
     """Attention of a rank's tokens to the tokens of all ranks, in parts that need no mask."""
 
@@ -58,9 +49,9 @@ class RingAttention:
         own = ranks.chunks(ranks.place)
         pieces = [_cut(block.own, chunk, length) for chunk in own for block in blocks_of(families)]
         self.diagonal = LengthBuckets([len(piece) for piece in pieces if piece], device)
-        self.rectangles = [
+        self.crossings = [
             [
-                _rectangle(queries, keys, (i, a), (j, b), length)
+                _crossing(queries, keys, (i, a), (j, b), length)
                 for i, a in enumerate(own)
                 for j, b in enumerate(ranks.chunks(place))
                 for queries, keys in _pairs(families, a, b, length)
@@ -108,16 +99,17 @@ def _pairs(families: Sequence[Family], a: int, b: int, length: int) -> Iterator[
             yield _cut(block.own, a, length), _cut(block.own, b, length)
 
 
-def _rectangle(
-    queries: range, keys: range, of_query: tuple[int, int], of_key: tuple[int, int], length: int
-) -> Rectangle:
-    """Tokens of two chunks, each given by its place among the chunks of its rank and its number."""
+def _crossing(queries: range, keys: range, of_query: tuple[int, int], of_key: tuple[int, int], length: int) -> Crossing:
+    """Tokens that each attend to all of some others, by their places among the tokens of their ranks.
+
+    Their chunks are given by the place among the chunks of a rank and by number.
+    """
 
     def local(tokens: range, place: int, chunk: int) -> slice:
         offset = (place - chunk) * length
         return slice(tokens.start + offset, tokens.stop + offset)
 
-    return Rectangle(local(queries, *of_query), local(keys, *of_key))
+    return Crossing(local(keys, *of_key), local(queries, *of_query))
 
 
 class _Context(FunctionCtx):
@@ -141,20 +133,11 @@ class _Ring(torch.autograd.Function):
         plan: RingAttention,
         form: AttentionForm,
     ) -> Tensor:
-        diagonal = plan.diagonal
-        results = [
-            attend_some(form, *(bucket.take(values) for values in (query, key, value)), is_causal=True)
-            for bucket in diagonal.all
-        ]
-        output, normalizers = (diagonal.join([result[kind] for result in results]) for kind in range(2))
+        output, normalizers = attend_within(form, plan.diagonal, query, key, value)
         output = output.to(normalizers.dtype)
         for place, pair in plan.around(torch.stack([key, value])):
-            for own, other in plan.rectangles[place]:
-                q, k, v = map(heads_first, (query[own], pair[0, other], pair[1, other]))
-                part, part_normalizers = map(tokens_first, attend_some(form, q, k, v))
-                whole = torch.logaddexp(normalizers[own], part_normalizers)
-                output[own].lerp_(part.to(output.dtype), (part_normalizers - whole).exp_().unsqueeze(2))
-                normalizers[own] = whole
+            for crossing in plan.crossings[place]:
+                crossing.attend(form, query, pair[0], pair[1], output, normalizers)
         output, normalizers = form.added_sink(output, normalizers)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, normalizers, *(() if sinks is None else (sinks,)))
@@ -165,29 +148,16 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: _Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
         query, key, value, output, normalizers, *sinks = ctx.saved_tensors
         plan, form = ctx.plan, ctx.form
-        results = [
-            gradients_of_some(
-                form,
-                bucket.take(grad_output, padding=0.0),
-                *(bucket.take(values) for values in (query, key, value, output, normalizers)),
-                is_causal=True,
-            )
-            for bucket in plan.diagonal.all
-        ]
-        first = [plan.diagonal.join([result[kind] for result in results]) for kind in range(3)]
+        whole = output, normalizers
+        first = gradients_within(form, plan.diagonal, grad_output, query, key, value, *whole)
         grad_query, grad_pair = first[0].to(normalizers.dtype), torch.stack(first[1:]).to(normalizers.dtype)
         passing: PendingMessage | None = None
         for place, pair in plan.around(torch.stack([key, value])):
             if passing is not None:
                 grad_pair = passing.wait()
-            for own, other in plan.rectangles[place]:
-                ours = (heads_first(values[own]) for values in (output, normalizers))
-                q, k, v, grad = map(heads_first, (query[own], pair[0, other], pair[1, other], grad_output[own]))
-                parts = gradients_of_some(form, grad, q, k, v, *ours)
-                of_query, of_key, of_value = map(tokens_first, parts)
-                grad_query[own] += of_query
-                grad_pair[0, other] += of_key
-                grad_pair[1, other] += of_value
+            for crossing in plan.crossings[place]:
+                grads = grad_query, grad_pair[0], grad_pair[1]
+                crossing.add_gradients(form, grad_output, query, pair[0], pair[1], *whole, grads)
             passing = plan.peers.pass_on(grad_pair, ROUND)
         assert passing is not None
         of_key, of_value = passing.wait().to(key.dtype)

@@ -8,10 +8,12 @@ bound, they are products of matrices, a block of queries at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from leaderless.models.attention.blocks import LengthBuckets
 from leaderless.models.attention.form import AttentionForm
 
 BLOCK_SCORES = 1 << 24
@@ -20,6 +22,113 @@ BLOCK_SCORES = 1 << 24
 flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 """Output and normalizer for queries, keys and values [batch, heads, n, head_dim]; `torch` has no public name for it."""
 flash_backward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+
+
+class Crossing(NamedTuple):
+    """Tokens that attend to tokens before their block, in one call.
+
+    Attributes:
+        keys: Places of the latter: consecutive ones, or [n or 1, keys] int64 on the device, different ones or the same
+            for all.
+        queries: Places of the former: consecutive ones, or [n, queries] int64 on the device.
+        is_causal: Whether queries see the keys up to their own place in the call alone.
+    """
+
+    keys: slice | Tensor
+    queries: slice | Tensor
+    is_causal: bool = False
+
+    def _keys(self, values: Tensor, count: int) -> Tensor:
+        return _take(values, self.keys).expand(count, -1, -1, -1)
+
+    def attend(
+        self,
+        form: AttentionForm,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        normalizers: Tensor,
+    ) -> None:
+        """Join attention to these keys to results, [T, query_heads, head_dim], and normalizers, in place."""
+        q, rest = _take(query, self.queries), self.queries
+        k, v = (self._keys(values, len(q)) for values in (key, value))
+        other, other_normalizers = (_put(one, rest) for one in attend_some(form, q, k, v, is_causal=self.is_causal))
+        whole = torch.logaddexp(normalizers[rest], other_normalizers)
+        share = (other_normalizers - whole).exp_().unsqueeze(-1).to(output.dtype)
+        if isinstance(rest, slice):
+            output[rest].lerp_(other.to(output.dtype), share)
+        else:
+            output[rest] = output[rest].lerp_(other.to(output.dtype), share)
+        normalizers[rest] = whole
+
+    def add_gradients(
+        self,
+        form: AttentionForm,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        normalizers: Tensor,
+        grads: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Add what these keys contribute to the gradients of queries, keys and values, by the results for all keys."""
+        gradient, q, *joined = (_take(values, self.queries) for values in (grad_output, query, output, normalizers))
+        k, v = (self._keys(values, len(q)) for values in (key, value))
+        parts = gradients_of_some(form, gradient, q, k, v, *joined, is_causal=self.is_causal)
+        for grad, places, part in zip(grads, (self.queries, self.keys, self.keys), parts, strict=True):
+            grad[places] += _put(part, places)
+
+
+def _take(values: Tensor, places: slice | Tensor) -> Tensor:
+    """Lay out [T, heads, ...] values of some places for a call, as [n, heads, tokens, ...]."""
+    taken = values[places]
+    return (taken.unsqueeze(0) if isinstance(places, slice) else taken).transpose(1, 2)
+
+
+def _put(values: Tensor, places: slice | Tensor) -> Tensor:
+    """Turn results of a call, [n, heads, tokens, ...], into those of the places: the sum where all have the same."""
+    if isinstance(places, slice):
+        return values.transpose(1, 2).squeeze(0)
+    if len(places) < len(values):
+        values = values.sum(0, keepdim=True, dtype=torch.promote_types(values.dtype, torch.float32)).to(values.dtype)
+    return values.transpose(1, 2)
+
+
+def attend_within(
+    form: AttentionForm, buckets: LengthBuckets, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attend within sequences, causally: [T, query_heads, head_dim] results, and [T, query_heads] normalizers."""
+    results = [
+        attend_some(form, *(bucket.take(one) for one in (query, key, value)), is_causal=True) for bucket in buckets.all
+    ]
+    output, normalizers = (buckets.join([result[kind] for result in results]) for kind in range(2))
+    return output, normalizers
+
+
+def gradients_within(
+    form: AttentionForm,
+    buckets: LengthBuckets,
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    normalizers: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what the keys of their own sequences add to the gradients, by the results for all keys."""
+    results = [
+        gradients_of_some(
+            form,
+            bucket.take(grad_output, padding=0.0),
+            *(bucket.take(values) for values in (query, key, value, output, normalizers)),
+            is_causal=True,
+        )
+        for bucket in buckets.all
+    ]
+    of_query, of_key, of_value = (buckets.join([result[kind] for result in results]) for kind in range(3))
+    return of_query, of_key, of_value
 
 
 def attend_some(
