@@ -15,8 +15,9 @@ from leaderless.planner.graph.judges import check_context, check_judges, check_j
 from leaderless.planner.graph.loops import edges_of, make_loops, with_staleness
 from leaderless.planner.graph.row_sets import DATA
 from leaderless.planner.layout import Cluster, Layout, make_layouts, most_prompts_of_rank
+from leaderless.planner.memory.decoder_size import ModelSize
 from leaderless.planner.memory.estimate import estimate_memory
-from leaderless.planner.memory.model_size import ModelSize, read_model_size
+from leaderless.planner.memory.model_size import read_model_size
 from leaderless.planner.plan import Plan
 from leaderless.planner.plan_parts import BatchSizes, PlannedNode, RoleInstance
 from leaderless.planner.workflow import Node, Workflow, spec_of

@@ -23,7 +23,7 @@ from leaderless.planner.entries import (
     flat,
 )
 from leaderless.planner.layout import Layout, all_ranks, format_ranks
-from leaderless.planner.memory.model_size import ModelSize
+from leaderless.planner.memory.decoder_size import ModelSize
 from leaderless.planner.plan_parts import BatchSizes, Channel, Edge, Loop, PlannedNode, RoleInstance
 from leaderless.planner.workflow import Workflow
 

@@ -294,7 +294,7 @@ def _host_cache_bytes(setup: RolloutSetup, max_tokens: int) -> int:
     rollout, config = setup.rollout, setup.model
     most = int(rollout.external.memory_fraction * psutil.virtual_memory().total)
     size = read_model_size(config)
-    if size is None:
+    if size is None or size.layers:  # whose layers may have blocks of several sizes
         return most
     # vLLM keeps one block for itself.
     num_blocks = rollout.max_sequences * -(-max_tokens // CPU_BLOCK_TOKENS) + 1

@@ -221,7 +221,7 @@ def _load(source: ModelSource, device: torch.device) -> TrainEngine:
 def _pool(source: ModelSource, longest: int, device: torch.device) -> CachePool | None:
     """The pool of a native engine on an accelerator: for all sequences, or what there is room for next to weights."""
     size = read_model_size(source.config)
-    if device.type == "cpu" or size is None:
+    if device.type == "cpu" or size is None or not size.is_plain:
         return None
     width = number_bytes(source.config)
     free = int(POOL_SHARE * available_memory(device, 1)) - size.num_parameters * width

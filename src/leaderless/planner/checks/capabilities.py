@@ -10,8 +10,8 @@ from leaderless.config.models import LoraConfig
 from leaderless.planner.engines import BACKEND_KEY, BUILTIN_ENGINES, ENGINE_KEY, backend_of, engine_for, engine_of
 from leaderless.planner.graph.adapters import companions_of, lora_of
 from leaderless.planner.layout import Cluster
+from leaderless.planner.memory.decoder_size import ModelSize
 from leaderless.planner.memory.layers import check_adapted_stages, check_pipeline, sees
-from leaderless.planner.memory.model_size import ModelSize
 from leaderless.planner.plan_parts import PlannedNode, RoleInstance
 from leaderless.planner.workflow import Workflow
 from leaderless.planner.workflow.columns import SUPPORT

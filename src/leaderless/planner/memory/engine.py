@@ -64,7 +64,8 @@ class EngineMemory:
         """
         size, width = self.model.size, self.model.width
         if not self.has_pages:
-            return {"kv cache": self._slot_tokens() * size.kv_values_per_token * width}
+            cache = {"kv cache": self._slot_tokens() * size.kv_values_per_token * width}
+            return cache | ({"states": self._state_bytes()} if size.num_recurrent_layers else {})
         per_row = self._values_per_token() * width + self._logit_bytes() * size.vocab_size
         buffers = buffers_bytes(self.bound, self.longest, size.num_heads, size.head_dim)
         return {
@@ -77,6 +78,7 @@ class EngineMemory:
         """Memory that a pass needs on top: one that reads prompts, and one that decodes or draws first tokens."""
         size, width = self.model.size, self.model.width
         per_token, prompts = self._values_per_token() * width, self._num_prompts()
+        state = FLOAT32_BYTES * size.recurrence.num_states  # of a layer
         read = min(PREFILL_TOKENS, prompts * self.followed.data.max_prompt_tokens)
         first_logits = prompts * FLOAT32_BYTES * size.vocab_size
         yield {
@@ -88,6 +90,8 @@ class EngineMemory:
             "activations": self._num_rows * per_token,
             "logits": self._num_rows * self._logit_bytes() * size.vocab_size + first_logits,
             "attention over slots": 0 if self.is_cpu or self.has_pages else self._attention_over_slots(),
+            # The new one, its product with the token, and the addend of the token.
+            **({"states being updated": 3 * self._num_rows * state} if state else {}),
         }
 
     def fullest(self) -> Parts:
@@ -124,6 +128,15 @@ class EngineMemory:
         size, count = self.model.size, self.num_sequences
         keys = size.num_kv_heads * size.head_dim * self.model.width
         return count * _slot(self._own_tokens) * (keys + 3 * FLOAT32_BYTES * size.num_heads)
+
+    def _state_bytes(self) -> int:
+        """States of sequences and of the prompts that they share; those of a layer twice, while they are read.
+
+        When sequences come and go, the states of those that stay are copied next to each other, layer by layer.
+        """
+        size, width, count = self.model.size, self.model.width, self.num_sequences
+        prompts = self._num_prompts() * (self.followed.batch.responses_per_prompt > 1)
+        return (count + prompts) * size.state_bytes(width) + count * size.recurrence.state_bytes(width)
 
     @property
     def _own_tokens(self) -> int:
@@ -189,12 +202,10 @@ class EngineMemory:
     def _values_per_token(self) -> int:
         """Numbers that a pass without a gradient holds of each token in the feed-forward part of a layer.
 
-        The layer's input, what is added to it and its norm; queries, keys and values, and the result of attention; the
-        gate, the other factor, and their product.
+        Besides what `held_values` names, these are queries, keys and values, and the result of attention.
         """
         size = self.model.size
-        heads = 2 * (size.num_heads + size.num_kv_heads) * size.head_dim
-        return 3 * (size.intermediate_size + size.hidden_size) + heads
+        return self.model.held_values(size) + 2 * (size.num_heads + size.num_kv_heads) * size.head_dim
 
 
 def iterations(recipe: Recipe) -> int:

@@ -13,6 +13,7 @@ from leaderless.planner.engines import backend_of
 from leaderless.planner.graph.adapters import base_of
 from leaderless.planner.graph.judges import as_judged
 from leaderless.planner.layout import all_ranks
+from leaderless.planner.memory.decoder_size import ModelSize
 from leaderless.planner.memory.engine import EngineMemory
 from leaderless.planner.memory.limits import (
     CPU_MAX_LOGITS,
@@ -27,7 +28,6 @@ from leaderless.planner.memory.limits import (
     CachePool,
 )
 from leaderless.planner.memory.model import FLOAT32_BYTES, Guest, ModelMemory, PassMemory, number_bytes
-from leaderless.planner.memory.model_size import ModelSize
 from leaderless.planner.memory.rank import Bounds, MemoryEstimate, Parts, RankMemory, Room, fullest_rank
 from leaderless.planner.plan import Plan
 from leaderless.planner.plan_parts import RoleInstance, answering
@@ -79,9 +79,12 @@ def plan_pool(
     instance: RoleInstance,
     cache: CacheBound,
 ) -> CachePool | None:
-    """The pool of an instance's native engine on an accelerator; None where the size of a model is not known."""
-    models = models_of(recipe, instances, sizes, "nothing")
-    if not models:
+    """The pool of an instance's native engine on an accelerator; None where the size of a model is not known.
+
+    It is also None where the engine has no pages for the model, whose keys and values are then in slots.
+    """
+    models, size = models_of(recipe, instances, sizes, "nothing"), sizes.get(instance.role)
+    if not models or size is None or not size.is_plain:
         return None
     everywhere = [stages[0] for stages in models]
     model = everywhere[instances.index(instance)]
@@ -121,6 +124,11 @@ def models_of(
 def _largest_weight(model: ModelMemory) -> int:
     """Bytes of the embedding, which is usually the largest weight."""
     return model.size.vocab_size * model.size.hidden_size * model.width
+
+
+def _states(size: int) -> Parts:
+    """Bytes of states, where there are some."""
+    return {"states": size} if size else {}
 
 
 @dataclass(frozen=True)
@@ -251,7 +259,9 @@ class LanguageRank(RankMemory[ModelMemory]):
         size, engine = model.size, self._engine(model)
         own, is_resident = size.num_parameters * model.width, model.instance.is_engine_only
         if model.engine.keeps_weights:
-            cache = engine.num_sequences * engine.longest * size.kv_values_per_token * model.width
+            cache = engine.num_sequences * engine.longest * size.compressed_values_per_token * model.width
+            states = engine.num_sequences * size.state_bytes(model.width)
+            spanned = model.instance.serving_layout.tp * model.instance.serving_layout.pp
             parts = size.num_kv_parts(model.instance.serving_layout)
             own = 0 if is_resident else model.engine_bytes() + model.adapted_bytes() * (not model.engine.takes_adapters)
             # New weights come while the cache is there: to this rank, and from it into two stagings and a copy of one.
@@ -260,7 +270,7 @@ class LanguageRank(RankMemory[ModelMemory]):
             bucket = max(largest, min(DEVICE_WEIGHT_BUCKET_BYTES, model.sent_bytes()))
             whole = {"largest weight": largest, "buckets for the engine": 3 * bucket}
             loading = {} if self.is_cpu else self._travel(model) | whole
-            yield {"engine's weights": own, "kv cache": -(-cache // parts), **loading}
+            yield {"engine's weights": own, "kv cache": -(-cache // parts), **_states(-(-states // spanned)), **loading}
             return
         is_copied = model.shards > 1 or model.part != model.size or model.width != FLOAT32_BYTES
         weights = {} if is_resident or model.has_adapters else {"unsharded weights": own * is_copied}
@@ -273,7 +283,7 @@ class LanguageRank(RankMemory[ModelMemory]):
         prompts = -(-batch.prompts_per_step // batch.windows_per_step)
         work = self._pass(model, prompts)
         seen = self._seen(model, work.tokens, prompts)
-        tokens, held = work.tokens, 3 * size.intermediate_size + 3 * size.hidden_size + size.num_heads * size.head_dim
+        tokens, held = work.tokens, model.held_values(size) + size.query_size
         held += (model.num_ahead - 1) * size.hidden_size  # until the last stage has their results
         return {
             "gathered weights": model.gathered_bytes(),
@@ -281,6 +291,7 @@ class LanguageRank(RankMemory[ModelMemory]):
             "activations": max(tokens * held * model.width, seen * model.vision.held_values() * model.width),
             "pixels": seen * model.vision.pixel_bytes(model.width),
             "copies for attention": model.copied_bytes(work),
+            **_states(model.state_bytes(work, num_layers=1)),
             "logits": self._chunk(size, tokens) * 3 * FLOAT32_BYTES * model.has_logits,
         }
 
@@ -290,8 +301,9 @@ class LanguageRank(RankMemory[ModelMemory]):
         prompts = -(-batch.prompts_per_step // batch.parts_per_step)
         work = self._pass(model, prompts)
         tokens, num_passes, copied = work.tokens, work.number, model.copied_bytes(work)
-        copies = 1 if model.config.gradient_checkpointing else size.num_layers
+        copies = 1 if model.config.gradient_checkpointing else size.num_attention_layers
         seen = self._seen(model, tokens, prompts)
+        states = model.state_bytes(work, num_layers=1 if model.config.gradient_checkpointing else None)
         gradients, num_held = model.gradient_bytes(), min(model.num_ahead, num_passes)
         kept = (num_held - 1) * copies * (not model.config.gradient_checkpointing)  # of other micro-batches
         gathered, embedding = model.gathered_bytes(), size.vocab_size * size.hidden_size
@@ -310,6 +322,7 @@ class LanguageRank(RankMemory[ModelMemory]):
             "activations": before * width,
             "pixels": seen * model.vision.pixel_bytes(model.width),
             "copies for attention": copied * (kept + copies * (not model.config.gradient_checkpointing)),
+            **_states(states * (num_held if not model.config.gradient_checkpointing else 1)),
             "gradients": gradients if num_passes > 1 else 0,
         }
         scored = {
@@ -364,12 +377,12 @@ class LanguageRank(RankMemory[ModelMemory]):
             family = data.max_prompt_tokens + siblings * (response - 1)
             bound = min(bound, max(CPU_PASS_TOKENS, family))
         tokens, number = min(bound, held), -(-held // bound)
-        if self.is_cpu or model.instance.layout.cp > 1:
-            return PassMemory(tokens, number)
         family = data.max_prompt_tokens + siblings * -(-response // SHORT)
         families = min(own_prompts, max(1, tokens // family))
+        if self.is_cpu or model.instance.layout.cp > 1:
+            return PassMemory(tokens, number, states=families * (1 + siblings))
         copies = families * siblings * data.max_prompt_tokens * (siblings > 1)
-        return PassMemory(tokens, number, copies, families * (1 + siblings))
+        return PassMemory(tokens, number, copies, families * (1 + siblings), families * (1 + siblings))
 
     def _chunk(self, size: ModelSize, tokens: int) -> int:
         """Logits that are computed at the same time."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,8 +11,9 @@ from leaderless.config.models import ModelConfig, Whole
 from leaderless.config.rollout import RolloutConfig
 from leaderless.planner.engines import RolloutEngineSpec, engine_for
 from leaderless.planner.graph.adapters import companions_of, donor_of
+from leaderless.planner.memory.attention_kinds import FULL
+from leaderless.planner.memory.decoder_size import LayerSize, ModelSize
 from leaderless.planner.memory.limits import MAX_WORDS
-from leaderless.planner.memory.model_size import ModelSize
 from leaderless.planner.memory.vision_size import NO_VISION, VisionSize
 from leaderless.planner.plan_parts import RoleInstance
 
@@ -32,12 +33,14 @@ class PassMemory(NamedTuple):
         number: Number of passes of its kind.
         copies: Tokens of prompts that are copied for siblings: attention reads each prompt once for each of them.
         sequences: Prompts and responses that attend; 0 where nothing is copied, as on a CPU.
+        states: Prompts and responses of which layers that read by recurrence have states.
     """
 
     tokens: int
     number: int
     copies: int = 0
     sequences: int = 0
+    states: int = 0
 
 
 @dataclass(frozen=True)
@@ -191,28 +194,61 @@ class ModelMemory:
         return self._own_experts(num_layers) * self.width
 
     def layer_values(self) -> int:
-        """Numbers that a layer keeps of each token for its backward pass.
+        """Numbers that a layer keeps of each token for its backward pass: the most of all layers."""
+        return max(self._values_of_layers())
+
+    def _values_of_layers(self) -> Iterator[int]:
+        """Numbers that each layer keeps of each token for its backward pass; all alike where layers are.
 
         A norm keeps its input, the normalized input before scaling, unless adapters are trained in place of its weight,
         and its output; in half precision the first of these is a copy in float32. Attention keeps queries, keys, values
         and its output, the feed-forward part its gate before and after the activation, the other factor and their
-        product, and experts their tokens and results.
+        product, and experts their tokens and results. What reads by recurrence keeps numbers in float32.
         """
         size, is_half = self.part, self.width != FLOAT32_BYTES
-        attention = size.num_heads * size.head_dim + size.num_kv_heads * size.head_dim
-        norms = 2 * ((4 if is_half else 3) - self.has_adapters) * size.hidden_size
-        if size.has_head_norms:
-            norms += (3 if is_half else 2) * attention
+        # Queries with results, and keys with values.
+        attention = 2 * (size.num_heads + size.num_kv_heads) * size.head_dim
+        norms = size.num_norms * ((4 if is_half else 3) - self.has_adapters) * size.hidden_size
+        in_heads = (3 if is_half else 2) * (size.num_heads + size.num_kv_heads) * size.head_dim * size.has_head_norms
         # A token is copied for each of its experts, and so are their results; both again where they are sent. Ranks
         # that have the same tokens send some of them each.
         layout = self.instance.layout
         copies = size.num_chosen_experts * (4 if layout.ep > 1 else 2) * size.hidden_size // layout.tp
-        return norms + 2 * attention + 4 * size.intermediate_size + copies
+        recurrent = -(-size.recurrence.num_kept * FLOAT32_BYTES // self.width)
+        kinds, inner = size.kinds or (FULL,) * size.num_layers, size.intermediate_size
+        alike = LayerSize(0, 1, inner, 0, has_indexer=False)
+        for kind, layer in zip(kinds, size.layers or (alike,) * size.num_layers, strict=True):
+            yield (
+                norms
+                + (attention + in_heads) * kind.has_attention
+                + recurrent * kind.is_recurrent
+                + layer.num_kept
+                + 4 * layer.intermediate_size
+                + copies * (layer.num_expert_parameters > 0)
+            )
 
     def kept_values(self) -> int:
         """Numbers of each token that are held until the backward pass."""
         size = self.part
-        return size.num_layers * (size.hidden_size if self.config.gradient_checkpointing else self.layer_values())
+        if self.config.gradient_checkpointing:
+            return size.num_layers * size.hidden_size
+        return sum(self._values_of_layers())
+
+    def held_values(self, size: ModelSize) -> int:
+        """Numbers that a pass without a gradient holds of each token, through all of a model or through a part.
+
+        They are in a feed-forward part or in a recurrence. In the former, these are the layer's input, what is added to
+        it and its norm, and the gate, the other factor and their product. In plain torch, a recurrence holds as much at
+        its peak as it would keep for a gradient, as measured.
+        """
+        inner = 3 * (size.intermediate_size + size.hidden_size)
+        recurrent = 3 * size.hidden_size + size.recurrence.num_kept * FLOAT32_BYTES // self.width
+        return max(inner, recurrent if size.num_recurrent_layers else 0)
+
+    def state_bytes(self, work: PassMemory, *, num_layers: int | None = None) -> int:
+        """Memory for the states of sequences in a pass, of some layers that read by recurrence, or of all."""
+        each = self.part.recurrence.state_bytes(self.width)
+        return work.states * each * (self.part.num_recurrent_layers if num_layers is None else num_layers)
 
     def copied_bytes(self, work: PassMemory) -> int:
         """Memory that a layer fills for its attention and keeps for its backward pass.
@@ -247,7 +283,7 @@ class ModelMemory:
     @property
     def _key_values(self) -> int:
         """Numbers in the keys and values of a token in one layer."""
-        return 2 * self.part.num_kv_heads * self.part.head_dim
+        return self.part.kv_values_per_layer
 
     def dropped_bytes(self, tokens: int) -> int:
         """Memory for the dropout of one layer's adapter, for some tokens.

@@ -15,8 +15,8 @@ from leaderless.base.values import Json
 from leaderless.config import Recipe
 from leaderless.planner.entries import Action, Pull, Push, Repeat, Reshard, SyncWeights, Windowed
 from leaderless.planner.layout import format_ranks
+from leaderless.planner.memory.decoder_size import ModelSize
 from leaderless.planner.memory.layers import layers_of_stage
-from leaderless.planner.memory.model_size import ModelSize
 from leaderless.planner.memory.rank import COMMANDS, MemoryEstimate, format_bytes
 from leaderless.planner.plan import Plan
 from leaderless.planner.plan_parts import PlannedNode, RoleInstance

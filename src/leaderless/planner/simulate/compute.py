@@ -13,8 +13,8 @@ from leaderless.config.judges import JudgeOptions
 from leaderless.config.models import ModelConfig
 from leaderless.planner import Layout
 from leaderless.planner.graph.judges import questions_per_response
+from leaderless.planner.memory.decoder_size import ModelSize
 from leaderless.planner.memory.model import number_bytes
-from leaderless.planner.memory.model_size import ModelSize
 from leaderless.planner.simulate.network import GIGA, Float, Network
 from leaderless.planner.simulate.rows import Int, SimulatedRows
 

@@ -148,7 +148,8 @@ def choose_attention(plan: Plan, device: torch.device, world: ProcessGroup, say:
     """Use FlashAttention-3 if all ranks can; the first one says so. All of them call it together."""
     if device.type != "cuda":
         return
-    models = {(size.num_heads, size.num_kv_heads, size.head_dim) for size in plan.sizes.values() if size is not None}
+    sizes = [size for size in plan.sizes.values() if size is not None and not size.num_latents]  # of as wide values
+    models = {(size.num_heads, size.num_kv_heads, size.head_dim) for size in sizes}
     reason = activate_flash_attention_3(device, sorted(models))
     if int(world.max(torch.tensor(int(reason is not None)), "whether ranks use FlashAttention-3")):
         if reason is None:

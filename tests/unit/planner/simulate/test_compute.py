@@ -15,7 +15,7 @@ from leaderless.config.judges import JudgeOptions
 from leaderless.config.models import ModelConfig
 from leaderless.planner import Layout
 from leaderless.planner.assign.balance import sequence_cost
-from leaderless.planner.memory.model_size import ModelSize
+from leaderless.planner.memory.decoder_size import ModelSize
 from leaderless.planner.simulate.compute import ModelCost, num_decoding_steps, tokenizing_seconds
 from leaderless.planner.simulate.rows import SimulatedRows
 
