@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,13 +28,17 @@ BACKWARD = 2
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Seconds that a model takes, sharded over the ranks of a layout; `shards` are [n], the shard of each row."""
+    """Seconds that a model takes, sharded over the ranks of a layout; `shards` are [n], the shard of each row.
+
+    Its engine `keeps_latents` or, as the native one, keys and values that are made from them.
+    """
 
     size: ModelSize
     config: ModelConfig
     layout: Layout
     network: Network
     recipe: Recipe
+    keeps_latents: bool = False
 
     def gather_seconds(self) -> float:
         """Gathering the sharded weights on every rank."""
@@ -68,17 +73,24 @@ class ModelCost:
         layout, size = self.layout, self.size
         num_bytes = tokens / layout.tp * size.num_chosen_experts * size.hidden_size * number_bytes(self.config)
         ranks = np.array(layout.experts(layout.ranks[0]))
-        return 2 * (size.num_layers / layout.pp) * self.network.exchange_seconds(num_bytes, ranks)
+        return 2 * (size.num_mixtures / layout.pp) * self.network.exchange_seconds(num_bytes, ranks)
 
     def forward_flops(self, rows: SimulatedRows, shards: Int) -> Float:
         """[n] operations of one pass: two per weight and token, and the square of the length for causal attention.
 
         A prompt is read once by a shard, with the first of its rows. A token goes through the experts that are chosen
-        for it.
+        for it. Where it attends to a bounded number of keys, these count. A recurrence takes as much for each token.
         """
+        size = self.size
         tokens, shared = (lengths.astype(np.float64) for lengths in (rows.tokens, rows.shared_tokens(shards)))
-        attention = 2.0 * self.size.num_layers * self.size.query_size * (tokens**2 - shared**2)
-        return 2.0 * self.size.num_active_parameters * (tokens - shared) + attention
+        attention = np.zeros_like(tokens)
+        for most, num_layers in Counter(size.most_keys()).items():
+            pairs = _twice_pairs(tokens, most) - _twice_pairs(shared, most)
+            attention += 2.0 * num_layers * size.query_size * pairs
+        if size.indexer is not None:  # it scores all keys, and has no results
+            attention += size.num_indexers * size.indexer.num_heads * size.indexer.head_dim * (tokens**2 - shared**2)
+        recurrence = size.num_recurrent_layers * size.recurrence.num_operations
+        return (2.0 * size.num_active_parameters + recurrence) * (tokens - shared) + attention
 
     def scoring_seconds(self, rows: SimulatedRows, shards: Int) -> float:
         """One forward pass over all rows, until the slowest shard is done, while weights are gathered.
@@ -124,23 +136,35 @@ class ModelCost:
         """[dp] time of each shard: weights are gathered once, prompts read once per group, then token follows token.
 
         Each decoding step reads all weights, and the keys and values of the sequences that have not ended, at the same
-        share of the bandwidth with every engine. The ranks of
-        an engine divide the work, and are not charged for what they send to each other.
+        share of the bandwidth with every engine; of layers whose tokens attend to a bounded number of keys, only these.
+        It reads and writes the states of recurrences. The ranks of an engine divide the work, and are not charged for
+        what they send to each other.
         """
         device = self.network.cluster.device
         rate = device.peak_tflops * TERA * device.scoring_utilization
         bandwidth = device.memory_bandwidth_gb_per_s * device.decoding_utilization
         weights, width = self.size.num_parameters, number_bytes(self.config)
-        active = self.size.num_active_parameters
-        cached = rows.response_tokens * rows.prompt_tokens + rows.response_tokens * (rows.response_tokens + 1) // 2
-        read = self._per_shard(shards, cached * (self.size.kv_values_per_token * width))
+        size = self.size
+        operations = 2 * size.num_active_parameters + size.num_recurrent_layers * size.recurrence.num_operations
+        read = self._per_shard(shards, self._read_bytes(rows))
         steps = num_decoding_steps(rows.response_tokens, shards, self.layout.dp, self.recipe.rollout.max_sequences)
         memory_s = (steps * weights * width + read) / (bandwidth * GIGA)
-        compute_s = self._per_shard(shards, 2 * active * rows.response_tokens) / rate
+        compute_s = self._per_shard(shards, operations * rows.response_tokens) / rate
         read_once = rows.prompt_tokens - rows.shared_tokens(shards)
-        prompts_s = self._per_shard(shards, 2 * active * read_once) / rate
+        prompts_s = self._per_shard(shards, operations * read_once) / rate
         own: Float = (prompts_s + np.maximum(memory_s, compute_s)) / self.layout.ranks_per_shard + self.gather_seconds()
         return own
+
+    def _read_bytes(self, rows: SimulatedRows) -> Int:
+        """[n] bytes of keys, values and states that decoding reads, and of states that it writes."""
+        size, width, prompts, responses = self.size, number_bytes(self.config), rows.prompt_tokens, rows.response_tokens
+        each = width * ((self.keeps_latents and size.num_latents) or size.kv_values_per_layer)
+        found = responses * (2 * size.state_bytes(width))
+        for most, num_layers in Counter(size.most_keys()).items():
+            found += _keys_read(prompts, responses, most) * (num_layers * each)
+        if size.indexer is not None:
+            found += _keys_read(prompts, responses, None) * (size.num_indexers * size.indexer.head_dim * width)
+        return found
 
     def judging_seconds(self, options: JudgeOptions, rows: SimulatedRows, shards: Int) -> Float:
         """[dp] time in which the engine of a judge answers what each shard asks about its rows.
@@ -181,6 +205,25 @@ class ModelCost:
 
     def _per_shard(self, shards: Int, values: Int | Float) -> Float:
         return np.bincount(shards, weights=values, minlength=self.layout.dp).astype(np.float64)
+
+
+def _twice_pairs(tokens: Float, most: int | None) -> Float:
+    """[n] pairs of a token and a key before it, twice: the square of the length, if all keys are seen."""
+    seen = tokens if most is None else np.minimum(tokens, most)
+    pairs: Float = seen * (2 * tokens - seen)
+    return pairs
+
+
+def _keys_read(prompts: Int, responses: Int, most: int | None) -> Int:
+    """[n] keys that the tokens of responses see, each of which sees those before it and itself."""
+    found: Int = responses * prompts + responses * (responses + 1) // 2
+    if most is None:
+        return found
+    # Those that it does not see: one more for each token beyond the first `most` of prompt and response.
+    beyond = np.clip(prompts + responses - most, 0, None)
+    in_prompt = np.clip(prompts - most, 0, None)
+    found -= (beyond * (beyond + 1) - in_prompt * (in_prompt + 1)) // 2
+    return found
 
 
 def num_decoding_steps(lengths: Int, shards: Int, num_shards: int, max_sequences: int) -> Int:

@@ -22,6 +22,7 @@ from leaderless.planner import (
     Windowed,
     flat,
 )
+from leaderless.planner.engines import engine_of
 from leaderless.planner.graph.judges import as_judged
 from leaderless.planner.memory.model import FLOAT32_BYTES, number_bytes
 from leaderless.planner.simulate.cluster import GIB, ClusterConfig
@@ -163,7 +164,10 @@ def _model_costs(plan: Plan, recipe: Recipe, network: Network) -> Models:
                 "known family: name a folder that holds one",
             )
         own = as_judged(recipe, instance.role) if instance.is_judge else recipe.as_seen_by(instance.role)
-        costs[instance.role, instance.layout.ranks] = ModelCost(size, model, instance.layout, network, own)
+        keeps_latents = instance.has_engine and engine_of(instance.engine).keeps_weights
+        costs[instance.role, instance.layout.ranks] = ModelCost(
+            size, model, instance.layout, network, own, keeps_latents=keeps_latents
+        )
     return costs
 
 

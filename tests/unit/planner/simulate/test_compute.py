@@ -15,7 +15,9 @@ from leaderless.config.judges import JudgeOptions
 from leaderless.config.models import ModelConfig
 from leaderless.planner import Layout
 from leaderless.planner.assign.balance import sequence_cost
-from leaderless.planner.memory.decoder_size import ModelSize
+from leaderless.planner.memory.attention_kinds import FULL, AttentionKind
+from leaderless.planner.memory.decoder_size import LayerSize, ModelSize
+from leaderless.planner.memory.layer_parts import IndexerSize, RecurrenceSize
 from leaderless.planner.simulate.compute import ModelCost, num_decoding_steps, tokenizing_seconds
 from leaderless.planner.simulate.rows import SimulatedRows
 
@@ -49,6 +51,84 @@ def model(
 def test_a_pass_takes_two_operations_a_weight_and_token_and_the_square_for_attention():
     flops = model().forward_flops(equal_rows(1, prompt=10, response=90), np.zeros(1, dtype=np.int64))
     assert flops.tolist() == [2 * MILLION * 100 + 2 * 2 * 50 * 100**2]
+
+
+WINDOW, RECURRENT = AttentionKind(window=8), AttentionKind(is_recurrent=True, has_attention=False)
+RECURRENCE = RecurrenceSize(num_convolved=30, num_states=400, num_operations=700)
+
+
+def size_with(*kinds: AttentionKind, indexer: IndexerSize | None = None) -> ModelSize:
+    """A million weights in layers that attend or recur in some ways; with an indexer, all of them choose keys."""
+    layers = (LayerSize(0, 0, 100, 0, has_indexer=indexer is not None),) * len(kinds)
+    return replace(
+        SIZE, num_layers=len(kinds), kinds=kinds, layers=layers, recurrence=RECURRENCE, indexer=indexer, is_plain=False
+    )
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 100])
+def test_a_window_bounds_the_operations_of_attention_and_a_recurrence_takes_the_same_for_each_token(length):
+    rows, shards = equal_rows(1, prompt=0, response=length), np.zeros(1, dtype=np.int64)
+    cost = replace(model(), size=size_with(FULL, WINDOW, RECURRENT))
+    weights = 2 * MILLION * length
+    full = 4 * 50 * length**2 / 2
+    # Of the first eight tokens each sees half of them on average, and of the others all eight.
+    seen = min(length, 8) ** 2 / 2 + 8 * max(0, length - 8)
+    assert cost.forward_flops(rows, shards).tolist() == [weights + full + 4 * 50 * seen + 700 * length]
+
+
+def test_a_shared_prompt_is_read_once_in_layers_of_all_kinds():
+    rows = equal_rows(1, siblings=2, prompt=20, response=30)
+    cost = replace(model(2), size=size_with(FULL, WINDOW, RECURRENT))
+    whole, rest = cost.forward_flops(rows, np.zeros(2, dtype=np.int64)).tolist()
+    alone = cost.forward_flops(rows, np.arange(2)).tolist()
+    prompt = cost.forward_flops(equal_rows(1, prompt=0, response=20), np.zeros(1, dtype=np.int64))
+    assert alone == [whole, whole]
+    assert rest == pytest.approx(whole - float(prompt[0]))
+
+
+def test_an_indexer_scores_all_keys_and_tokens_attend_to_those_that_are_chosen():
+    rows, shards = equal_rows(1, prompt=0, response=100), np.zeros(1, dtype=np.int64)
+    cost = replace(model(), size=size_with(FULL, FULL, indexer=IndexerSize(3, 5, 8)))
+    attended, scored = 8**2 / 2 + 8 * 92, 100**2 / 2
+    expected = 2 * MILLION * 100 + 2 * 4 * 50 * attended + 2 * 2 * 15 * scored
+    assert cost.forward_flops(rows, shards).tolist() == [expected]
+
+
+@pytest.mark.parametrize(("prompt", "response"), [(0, 3), (3, 30), (20, 5), (8, 1), (7, 2)])
+def test_decoding_reads_the_keys_that_tokens_see_and_moves_states(prompt, response):
+    rows, shards = equal_rows(1, prompt=prompt, response=response), np.zeros(1, dtype=np.int64)
+    cost = replace(model(), size=size_with(FULL, WINDOW, RECURRENT))
+    places = range(prompt + 1, prompt + response + 1)
+    keys = sum(places) + sum(min(8, place) for place in places)
+    states = response * 2 * (30 * 4 + 400 * 4)
+    compute = prompt * (2 * MILLION + 700) / 0.25e12
+    memory = (response * 4 * MILLION + keys * 2 * 25 * 4 + states) / 5e9
+    assert cost.generation_seconds(rows, shards).tolist() == [pytest.approx(memory + compute)]
+
+
+def test_engines_that_keep_latents_read_fewer_numbers():
+    rows, shards = equal_rows(1, prompt=10, response=3), np.zeros(1, dtype=np.int64)
+    size = replace(size_with(FULL, FULL, indexer=IndexerSize(3, 5, 8)), num_latents=6)
+    own = replace(model(), size=size)
+    saved = own.generation_seconds(rows, shards) - replace(own, keeps_latents=True).generation_seconds(rows, shards)
+    assert saved.tolist() == [pytest.approx(3 * 8 * 2 * (50 - 6) * 4 / 5e9)]
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        size_with(FULL, WINDOW, RECURRENT),
+        size_with(WINDOW, RECURRENT),
+        size_with(FULL, FULL, indexer=IndexerSize(4, 10, 8)),
+    ],
+    ids=["all kinds", "never quadratic", "an indexer"],
+)
+def test_rows_are_balanced_by_what_layers_of_several_kinds_take(size):
+    lengths = np.array([1000, 10_000, 100_000, 1_000_000])
+    rows = SimulatedRows(np.arange(4), np.zeros(4, dtype=np.int64), lengths, are_samples=False)
+    flops = replace(model(), size=size).forward_flops(rows, np.zeros(4, dtype=np.int64))
+    costs = sequence_cost(lengths, size.quadratic_tokens)
+    assert costs / costs[0] == pytest.approx(flops / flops[0], rel=1e-2)
 
 
 @pytest.mark.parametrize("changes", [{}, {"head_dim": 100}, {"num_experts": 8, "num_expert_parameters": 800_000}])
