@@ -444,10 +444,21 @@ def test_adapters_of_experts_are_not_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"layer_types": ["linear_attention", "none_such"]}, {"linear_num_key_heads": None}]
+    ("family", "changes"),
+    [
+        ("qwen3_next", {"layer_types": ["full_attention", "none_such"]}),
+        ("qwen3_next", {"linear_num_key_heads": None}),
+        ("qwen3_5", {"text_config": None}),
+        ("glm_moe_dsa", {"indexer_types": ["full"]}),
+        ("kimi_linear", {"mlp_layer_types": ["dense"]}),
+        ("nemotron_h", {"chunk_size": 0}),
+        ("gpt_oss", {"num_experts_per_tok": None}),
+    ],
 )
-def test_a_description_that_lacks_something_gives_no_size(tmp_path: Path, changes: dict[str, object]) -> None:
-    path = Path(written(tiny_config("qwen3_next"), tmp_path), "config.json")
+def test_a_description_that_lacks_something_gives_no_size(
+    tmp_path: Path, family: str, changes: dict[str, object]
+) -> None:
+    path = Path(written(tiny_config(family), tmp_path), "config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     assert read_model_size(ModelConfig(path=str(tmp_path))) is None
 

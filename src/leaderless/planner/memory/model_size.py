@@ -85,7 +85,7 @@ def read_model_size(model: ModelConfig, key: str = "models", *, is_critic: bool 
         if nothing is None:
             size = _decoder_size(config, vision, is_critic=is_critic)
             return _with_adapters(size, config, seen, model, lora) if lora else size
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError):
         return None
     raise RecipeError.at(key, f"{path}: {nothing} is {config[nothing]}, but must be at least 1: the file is damaged")
 

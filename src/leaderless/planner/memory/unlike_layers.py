@@ -156,7 +156,7 @@ FAMILY_LAYERS: Mapping[str, FamilyLayers] = {
         recurrence="kimi_delta_attention",
         unsaid={"n_shared_experts": 1, "first_k_dense_replace": 1},
     ),
-    "lfm2": _LFM,
+    "lfm2": replace(_LFM, unsaid={**_LFM.unsaid, "block_multiple_of": 256}),
     "lfm2_moe": replace(_LFM, unsaid={**_LFM.unsaid, "first_k_dense_replace": 2}),
     "ministral": FamilyLayers(has_bias=False),
     "ministral3": FamilyLayers(has_bias=False, unsaid={"head_dim": 128}),
@@ -202,11 +202,18 @@ class UnlikeLayers(NamedTuple):
 
 
 def usual_names(config: Mapping[str, object]) -> dict[str, object]:
-    """The description of a model of one of these families, or of its text part, with the usual names of settings."""
+    """The description of a model of one of these families, or of its text part, with the usual names of settings.
+
+    Raises:
+        LookupError: A setting is missing.
+        TypeError: The part that reads text is not described.
+        ValueError: A setting is no number.
+    """
     family = str(config["model_type"])
     if family in WITH_TEXT_PART:
         own = config.get("text_config", config)
-        assert isinstance(own, dict)
+        if not isinstance(own, dict):
+            raise TypeError(f"text_config is {own}")
         config = {"tie_word_embeddings": config.get("tie_word_embeddings"), **own}
         family = WITH_TEXT_PART[family]
     said = {name: value for name, value in config.items() if value is not None}
@@ -240,10 +247,12 @@ def _layer_types(family: str, described: Described) -> list[str]:
     layers, row = range(described.count("num_hidden_layers")), FAMILY_LAYERS[family]
     if family == "falcon_h1":
         return [HYBRID_LAYER for _ in layers]
-    if row.recurrence in {"state_space", "convolution"}:
-        is_mamba, usual = row.recurrence == "state_space", [] if row.recurrence == "state_space" else [*layers]
-        full = described.numbers("attn_layer_indices" if is_mamba else "full_attn_idxs") or usual
-        return [FULL_LAYER if layer in full else LINEAR_LAYER if is_mamba else CONVOLUTION_LAYER for layer in layers]
+    if row.recurrence == "state_space":
+        full = described.numbers("attn_layer_indices")
+        return [FULL_LAYER if layer in full else LINEAR_LAYER for layer in layers]
+    if row.recurrence == "convolution":
+        full = described.numbers("full_attn_idxs") or [*layers]
+        return [FULL_LAYER if layer in full else CONVOLUTION_LAYER for layer in layers]
     if row.recurrence == "kimi_delta_attention":
         own = described.settings.get("linear_attn_config")
         full = Described(own).numbers("full_attn_layers") if isinstance(own, dict) else [*range(5, len(layers) + 1, 4)]
@@ -259,7 +268,7 @@ def unlike_layers(config: Mapping[str, object]) -> UnlikeLayers:
     """The layers that a description has, whose settings have their usual names.
 
     Raises:
-        KeyError: A setting is missing.
+        LookupError: A setting is missing, or does not name all layers.
         ValueError: A layer is of a type that is not known.
     """
     described, family = Described(config), str(config["model_type"])
