@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 from tests.tiny import tiny_model
+from tests.tiny_families import tiny_config
 from tests.unit.recipes import plan_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
@@ -35,11 +38,14 @@ KINDS = (FULL, AttentionKind(window=8)), (AttentionKind(chunk=6), AttentionKind(
 """Kinds of attention of the layers of a model."""
 
 
-def engine_of(max_sequences: int = 64, kinds: tuple[AttentionKind, ...] = (FULL, FULL)) -> NativeEngine:
-    config = ModelConfig(path=tiny_model())
+def engine_of(
+    max_sequences: int = 64, kinds: tuple[AttentionKind, ...] | None = None, path: str | None = None
+) -> NativeEngine:
+    config = ModelConfig(path=path or tiny_model())
     model, tokenizer = load_causal_lm(config, "policy").eval(), load_tokenizer(config, "policy")
-    assert len(model.attention_kinds) == len(kinds)
-    model.attention_kinds = kinds
+    if kinds is not None:
+        assert len(model.attention_kinds) == len(kinds)
+        model.attention_kinds = kinds
     return NativeEngine(model, tokenizer, frozenset({0}), max_sequences, torch.device("cpu"))
 
 
@@ -197,10 +203,20 @@ def turns(engine: NativeEngine, requests: list[Request]) -> list[Answer]:
     return [(completions[number], known[number]) for number in numbers]
 
 
-def test_the_plan_counts_the_memory_of_conversations_of_all_lengths() -> None:
+def windowed_model(folder: Path) -> str:
+    """A model of which every second layer has a window."""
+    config = tiny_config("gpt_oss", vocab_size=83, max_position_embeddings=512)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model()).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("has_windows", [False, True])
+def test_the_plan_counts_the_memory_of_conversations_of_all_lengths(tmp_path: Path, has_windows: bool) -> None:
+    path = windowed_model(tmp_path) if has_windows else tiny_model()
     plan = plan_of(
         "grpo",
-        models={"policy": tiny_model()},
+        models={"policy": path},
         environment={"type": "tests.unit.environments.scripted:Count", "max_episode_tokens": 100},
         data={"train": {"path": "a"}, "max_prompt_tokens": 156},
         batch={"prompts_per_step": 2, "responses_per_prompt": 4},
@@ -208,7 +224,7 @@ def test_the_plan_counts_the_memory_of_conversations_of_all_lengths() -> None:
     )
     assert plan.memory is not None
     planned = plan.memory.cpu.phases["policy generates"]["kv cache"]
-    engine, peak, texts = engine_of(8), 0, [[1] * (28 * number + 30) for number in range(8)]
+    engine, peak, texts = engine_of(8, path=path), 0, [[1] * (28 * number + 30) for number in range(8)]
     for round_number in range(12):
         answers = turns(engine, [Request(text, [round_number], (), number) for number, text in enumerate(texts)])
         peak = max(peak, bytes_of(engine))

@@ -134,6 +134,12 @@ class ModelSize:
             return [chosen] * self.num_layers
         return [kind.window or kind.chunk or chosen for kind in self.kinds if kind.has_attention]
 
+    def most_kept(self) -> list[int | None]:
+        """The most tokens of which keys and values are of use, in each layer that has attention; None for all."""
+        if not self.kinds:
+            return [None] * self.num_layers
+        return [kind.window or kind.chunk for kind in self.kinds if kind.has_attention]
+
     @property
     def query_size(self) -> int:
         """Numbers in the queries of a token, in one layer."""
@@ -195,21 +201,19 @@ class ModelSize:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers in the keys and values of one token.
-
-        A layer with a window counts like others: the native engine keeps all tokens, and masks what lies before.
-        """
-        return self.num_attention_layers * self.kv_values_per_layer + self._index_values
+        """Numbers in the keys and values of one token in all layers that attend, also of those that forget it later."""
+        return self.num_attention_layers * self.kv_values_per_layer + self.index_values
 
     @property
     def compressed_values_per_token(self) -> int:
         """Numbers of one token in an engine that keeps latents, where there are some, and not keys and values."""
         if not self.num_latents:
             return self.kv_values_per_token
-        return self.num_attention_layers * self.num_latents + self._index_values
+        return self.num_attention_layers * self.num_latents + self.index_values
 
     @property
-    def _index_values(self) -> int:
+    def index_values(self) -> int:
+        """Numbers of one token by which later tokens choose keys."""
         return self.num_indexers * self.indexer.head_dim if self.indexer else 0
 
     def part(self, tp: int, ep: int = 1) -> ModelSize:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -64,7 +65,7 @@ class EngineMemory:
         """
         size, width = self.model.size, self.model.width
         if not self.has_pages:
-            cache = {"kv cache": self._slot_tokens() * size.kv_values_per_token * width}
+            cache = {"kv cache": self._slots_bytes()}
             return cache | ({"states": self._state_bytes()} if size.num_recurrent_layers else {})
         per_row = self._values_per_token() * width + self._logit_bytes() * size.vocab_size
         buffers = buffers_bytes(self.bound, self.longest, size.num_heads, size.head_dim)
@@ -104,21 +105,28 @@ class EngineMemory:
         num_shared = self._num_prompts() * (self.followed.batch.responses_per_prompt > 1)
         return pool_tokens(count, self._own_tokens, num_shared, prompt, self.cache.most_tokens)
 
-    def _slot_tokens(self) -> int:
+    def _slots_bytes(self) -> int:
+        """Keys and values in slots, of which layers with windows and chunks keep the last tokens."""
+        size, layers = self.model.size, Counter(self.model.size.most_kept())
+        values = sum(count * size.kv_values_per_layer * self._slot_tokens(most) for most, count in layers.items())
+        return (values + size.index_values * self._slot_tokens(None)) * self.model.width
+
+    def _slot_tokens(self, most: int | None) -> int:
         """Tokens of slots of 64, 128, 256, … tokens; while a slot grows, the smaller one is there, too.
 
         The slots of a size stay until none of them is used. So sequences of all lengths need slots of all sizes for
-        each of them: conversations of an environment, and sequences that begin while others end.
+        each of them: conversations of an environment, and sequences that begin while others end. A layer keeps as many
+        tokens as the slot that is large enough for the `most` that it needs.
         """
         recipe, count = self.followed, self.num_sequences
         siblings, prompts = recipe.batch.responses_per_prompt, self._num_prompts()
-        largest = _slot(self._own_tokens)
+        *smaller, largest = _slots_up_to(self._own_tokens, most)
         is_asked = self.model.instance.is_judge or self.is_served
         is_mixed = self.is_played or (not is_asked and self._num_samples() > count)
-        smaller = largest - SMALLEST_SLOT if is_mixed else largest // 2 * (largest > SMALLEST_SLOT)
+        own = largest + sum(smaller if is_mixed else smaller[-1:])
         if not self.is_cpu:
             prompts, count = _num_slots(prompts), _num_slots(count)
-        return prompts * _slot(recipe.data.max_prompt_tokens) * (siblings > 1) + count * (largest + smaller)
+        return prompts * _slots_up_to(recipe.data.max_prompt_tokens, most)[-1] * (siblings > 1) + count * own
 
     def _attention_over_slots(self) -> int:
         """Temporary memory for attention to all slots of one layer: a copy of its keys or values, and float32 scores.
@@ -215,6 +223,12 @@ def iterations(recipe: Recipe) -> int:
 
 def _slot(tokens: int) -> int:
     return max(SMALLEST_SLOT, 1 << (tokens - 1).bit_length())
+
+
+def _slots_up_to(tokens: int, most: int | None) -> list[int]:
+    """Tokens that a layer keeps in slots of each size, up to that for some tokens, if it needs `most` of them."""
+    sizes = (SMALLEST_SLOT << power for power in range((_slot(tokens) // SMALLEST_SLOT).bit_length()))
+    return [size if most is None else min(size, _slot(most)) for size in sizes]
 
 
 def _num_slots(sequences: int) -> int:
