@@ -28,6 +28,7 @@ from generate_live_page import with_live_page
 from generate_markup import cell, table_of
 from generate_performance import (
     with_episodes,
+    with_families,
     with_fixed_lag,
     with_loading,
     with_lora,
@@ -117,7 +118,7 @@ FILLED: Mapping[str, Callable[[str], str]] = {
     "performance/published.md": with_published,
     "performance/real-models.md": with_real_models,
     "performance/slow-host.md": with_slow_host,
-    "performance/training.md": with_training_step,
+    "performance/training.md": lambda page: with_families(with_training_step(page)),
     "scaling/hosts.md": with_hosts,
     "why-no-controller.md": with_evidence,
 }

@@ -125,6 +125,18 @@ def with_training_step(page: str) -> str:
     return between(page, "training step", measured())
 
 
+def with_families(page: str) -> str:
+    """A page with the newest results of `benchmarks/families.py` between its two marks."""
+    from benchmarks import families
+
+    content = None
+    if families.RESULTS.exists():
+        results = json.loads(families.RESULTS.read_text(encoding="utf-8"))
+        picture = f"![Held-out accuracy by step, for each family](../images/{families.PICTURE.name})"
+        content = f"{picture}\n\n{families.table(results)}\n\n{families.conditions(results)}"
+    return between(page, "families", content)
+
+
 def with_real_models(page: str) -> str:
     """A page with the newest results of `benchmarks/real_task.py` and `benchmarks/real_models.py` between its marks."""
     from benchmarks import real_models, real_task
