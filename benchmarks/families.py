@@ -179,7 +179,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
 def table(results: Mapping[str, Any]) -> str:
     """The accuracy of each family, and the seconds of its passes, in Markdown."""
     lines = [
-        "| family | parameters | held-out accuracy before | after | largest mismatch | a pass of a larger one | ratio |",
+        "| family | parameters | held-out accuracy before | after | largest mismatch | a pass, larger | ratio |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     seconds = results.get("passes", {}).get("seconds", {})

@@ -279,11 +279,12 @@ def imitate(trial: Trial) -> None:
 def judge(trial: Trial) -> None:
     """The model itself says how good its answers are."""
     path = {"path": str(trial.model), "compute_dtype": "float32"}
-    rubric = {"right": "Is the number right?"}
+    asked = {"role": "judge", "rubric": {"right": "Is the number right?"}, "scale": [1, 5]}
+    asked |= {"max_answer_tokens": 64, "timeout_s": 600}
     steps = trial.train(
         {
             "models": {"policy": path, "judge": path},
-            "reward": {"judge": {"role": "judge", "rubric": rubric, "scale": [1, 5], "max_answer_tokens": 64}},
+            "reward": {"judge": asked},
             "algorithm": {"kl": {"coefficient": 0.0}},
         }
     )

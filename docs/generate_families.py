@@ -6,6 +6,16 @@ import json
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "reference/families.json"
+DIVIDED = RESULTS.with_name("divided_families.json")
+WAYS = {
+    "native engine": "native engine",
+    "two ranks": "2 ranks",
+    "adapters": "adapters",
+    "tp": "`tp`",
+    "cp": "`cp`",
+    "ep": "`ep`",
+}
+"""Columns of the table of those that are right, by what they are called in the results."""
 HEAD = """# Model families
 
 Every family of language models of `transformers` {version} was tried with a tiny random model, with dropout and
@@ -16,16 +26,28 @@ step. Of models with images or sound, only the text part was tried.
 
 `make test` tries some families and `make test-thorough` all of them; `python -m tests.tiny_families` writes this table.
 """
+TABLE = """The native engine draws tokens by the log-probabilities of the trainer (to 1e-5). Two ranks have the scores,
+the gradient's norm and the new weights of one rank (to 1e-5) where they divide weights and samples, with all weights
+or with adapters, layers (`tp`), the tokens of sequences (`cp`) or experts (`ep`). Mixtures are divided along `ep`, too,
+where `tp` asks for it. A dash means that a family is refused by name before the first step, or has no experts.
+`python -m tests.divided_families` tries all of it. vLLM and SGLang are not part of the table: they have been tried
+with the families that their pages name.
+"""
 
 
 def families_page() -> str:
     """The page of model families, from the results of `python -m tests.tiny_families`."""
     table = json.loads(RESULTS.read_text(encoding="utf-8"))
     families: dict[str, dict[str, str]] = table["families"]
+    divided: dict[str, dict[str, str]] = json.loads(DIVIDED.read_text(encoding="utf-8")) if DIVIDED.exists() else {}
     right = [name for name, verdict in families.items() if "refused" not in verdict]
     lines = [
         HEAD.format(version=table["transformers"]),
-        f"## Right: {len(right)}\n\n{', '.join(f'`{name}`' for name in right)}\n",
+        f"## Right: {len(right)}\n\n{TABLE}",
+        f"| family | {' | '.join(WAYS.values())} |",
+        f"| --- |{' :-: |' * len(WAYS)}",
+        *(f"| `{name}` | {' | '.join(_cells(divided.get(name)))} |" for name in right),
+        "",
         f"## Refused: {len(families) - len(right)}\n",
         "A star marks families that are right with other settings: full attention in all layers, scores as they are.\n",
         "| why | families |",
@@ -39,3 +61,9 @@ def families_page() -> str:
     for reason, names in sorted(by_reason.items(), key=lambda item: (-len(item[1]), item[0])):
         lines.append(f"| {reason} | {', '.join(names)} |")
     return "\n".join(lines)
+
+
+def _cells(found: dict[str, str] | None) -> list[str]:
+    if found is None:
+        return ["not tried"] * len(WAYS)
+    return ["✓" if found[way] == "right" else "–" for way in WAYS]
