@@ -17,13 +17,13 @@ from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.attention.joined import JoinedAttention
-from leaderless.models.attention.recurrence import LayerStates
+from leaderless.models.attention.recurrence import LayerStates, SteppedMixer
 from leaderless.models.attention.shared_prompts import Family, blocks_of
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.training.fsdp import FsdpEngine
 
 CPU = torch.device("cpu")
-READ = ["qwen3_5_text", "lfm2", "bamba"]
+READ = ["qwen3_5_text", "lfm2", "bamba", "mamba"]
 """Families whose layers give each token the same, bit for bit, whatever is next to it: no mixtures of experts."""
 
 
@@ -65,6 +65,35 @@ def test_a_prompt_that_sequences_share_is_read_once() -> None:
     JoinedAttention([*blocks_of(families)], CPU).recur(0, counting, torch.zeros(4 * families[0].num_tokens, 3))
     # Prompts, then responses of similar length, padded; those of one token take the room of two.
     assert counts == [4 * 5, 4 * (4 + 4), 4 * 2]
+
+
+def test_a_layer_that_continues_token_by_token_reads_whole_sequences() -> None:
+    """Results and gradients are the same, and a prompt is read again with each of its responses."""
+    hidden = torch.randn(sum(family.num_tokens for family in FAMILIES), 3).double().requires_grad_()
+    attention, begun = JoinedAttention([*blocks_of(FAMILIES)], CPU), list[bool]()
+
+    def counting(rows: Tensor, states: LayerStates | None = None) -> Tensor:
+        begun.append(states is None or not states.has_previous_state())
+        return decayed(rows, states)
+
+    found, expected = (attention.recur(0, mixer, hidden) for mixer in (SteppedMixer(counting), decayed))
+    torch.testing.assert_close(found, expected)
+    slope = torch.randn(found.shape).double()
+    torch.testing.assert_close(*(torch.autograd.grad((slope * one).sum(), hidden)[0] for one in (found, expected)))
+    assert all(begun)
+
+
+def test_such_a_layer_steps_from_its_states() -> None:
+    rows, states, lengths = torch.randn(2, 7, 3), LayerStates(), list[int]()
+
+    def counting(rows: Tensor, states: LayerStates | None = None) -> Tensor:
+        lengths.append(rows.shape[1])
+        return decayed(rows, states)
+
+    mixer = SteppedMixer(counting)
+    found = torch.cat([mixer(part, states) for part in rows.split([3, 3, 1], dim=1)], dim=1)
+    torch.testing.assert_close(found, decayed(rows))
+    assert lengths == [3, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("family", READ)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -120,3 +121,30 @@ class Repeats:
             parts = grad.index_select(0, places.flatten()).view(*places.shape, *grad.shape[1:])
             total.index_copy_(0, rows, parts.sum(1, dtype=dtype).to(grad.dtype))
         return total
+
+
+class SequenceCopies:
+    """The sequences of a pass one after the other, each continuation with a copy of its prompt before it.
+
+    Attributes:
+        blocks: The sequences, which attend to themselves alone.
+        sequences: [tokens] int64 places of the tokens of each sequence in the pass, on the device.
+    """
+
+    def __init__(self, blocks: Sequence[PromptBlock], device: torch.device) -> None:
+        """Plan the copies for blocks that follow one another."""
+        lengths = [len(block.before) + len(block.own) for block in blocks]
+        self.blocks = [PromptBlock(range(0), range(*ends)) for ends in pairwise(accumulate([0, *lengths]))]
+        rows = torch.cat([torch.arange(part.start, part.stop) for one in blocks for part in (one.before, one.own)])
+        self.sequences = torch.split(placed(rows, device), lengths)
+        self._copies = Repeats(rows, int(rows.max()) + 1, device)
+        is_own = [is_own for one in blocks for is_own in [False] * len(one.before) + [True] * len(one.own)]
+        self._own = placed(torch.tensor(is_own).nonzero().squeeze(1), device)
+
+    def take(self, values: Tensor) -> Tensor:
+        """Turn [T, ...], of the tokens of a pass, into [n, ...], of all sequences."""
+        return self._copies.take(values)
+
+    def own(self, results: Tensor) -> Tensor:
+        """Turn [n, ...] results of all sequences into those of the tokens of the pass, [T, ...]."""
+        return results.index_select(0, self._own)

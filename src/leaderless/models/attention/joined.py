@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from leaderless.models.attention.blocks import LengthBuckets, PromptBlock
+from leaderless.models.attention.blocks import LengthBuckets, PromptBlock, SequenceCopies
 from leaderless.models.attention.form import AttentionForm, gradient_of_sinks
-from leaderless.models.attention.recurrence import Mixer, RecurrentPasses
+from leaderless.models.attention.recurrence import Mixer, RecurrentPasses, SteppedMixer
 from leaderless.models.attention.some_keys import Crossing, attend_within, gradients_within
 from leaderless.models.uploads import placed
 from leaderless.planner.memory.attention_kinds import AttentionKind
@@ -61,6 +61,14 @@ class JoinedAttention:
     def _recurrent(self) -> RecurrentPasses:
         return RecurrentPasses(self._blocks, self._device)
 
+    @cached_property
+    def _copies(self) -> SequenceCopies:
+        return SequenceCopies(self._blocks, self._device)
+
+    @cached_property
+    def _recurrent_copies(self) -> RecurrentPasses:
+        return RecurrentPasses(self._copies.blocks, self._device)
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:  # noqa: ARG002
         """Attend within blocks, and from continuations to their prompts."""
         calls = self._calls.get(form.kind)
@@ -70,7 +78,9 @@ class JoinedAttention:
         return output
 
     def recur(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:  # noqa: ARG002
-        """Read blocks, continuations from the states behind their prompts on."""
+        """Read blocks, continuations from the states behind their prompts on, or after copies of their prompts."""
+        if isinstance(mixer, SteppedMixer):
+            return self._copies.own(self._recurrent_copies.recur(mixer, self._copies.take(hidden)))
         return self._recurrent.recur(mixer, hidden)
 
     def _calls_of(self, kind: AttentionKind) -> JoinedCalls:

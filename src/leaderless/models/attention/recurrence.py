@@ -24,6 +24,10 @@ _TRIED_TOKENS = 13
 """Tokens of the text with which layers are tried."""
 _TOLERANCE = 1e-3
 """Largest error of what they give on, in standard deviations; rounding stays far below it."""
+_OF_MAMBA_1 = "dt_proj"
+"""Name of a part of mixers of Mamba 1 (arXiv 2312.00752, algorithm 2), whose scan has no initial state."""
+_OF_LIGHTNING = "slope_rate"
+"""Name of a part of lightning attention (arXiv 2401.04658): the decay of the state of each head."""
 
 
 @dataclass
@@ -104,6 +108,14 @@ class LayerStates:
         self.recurrences[state_idx] = recurrent_states
         return recurrent_states
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """The state of lightning attention; None before the first token."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Replace the state of lightning attention."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:  # noqa: ARG002
         """Whether there are tokens before."""
         return bool(self.convolutions or self.recurrences)
@@ -120,27 +132,56 @@ class Mixer(Protocol):
         """Read the tokens of sequences, [n, tokens, hidden_size], after what states know, which are updated."""
 
 
+@dataclass(frozen=True)
+class SteppedMixer:
+    """A layer that continues from states token by token alone: `transformers` reads several tokens from zeros on.
+
+    It leaves no gradient of the states, so that passes give it whole sequences.
+
+    Attributes:
+        read: Function that reads sequences, or one more token of each.
+    """
+
+    read: Mixer
+
+    def __call__(self, rows: Tensor, states: LayerStates | None = None) -> Tensor:
+        """Read sequences; see `Mixer`."""
+        if states is None or not states.has_previous_state():
+            return self.read(rows, states)
+        return torch.cat([self.read(token, states) for token in torch.split(rows, 1, dim=1)], dim=1)
+
+
 class RecurrentLayer:
-    """The function `forward` of a layer of `transformers` that reads by recurrence, in passes and outside of them."""
+    """The function `forward` of a layer of `transformers` that reads by recurrence, in passes and outside of them.
+
+    Attributes:
+        mixer: Function that reads sequences.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         """Wrap a layer, which knows its number."""
         self._forward, self._layer = module.forward, cast("int", module.layer_idx)
         names = inspect.signature(self._forward).parameters
         self._cache = next((name for name in ("cache", "cache_params") if name in names), "cache")
+        self._unused = dict.fromkeys({"position_embeddings", "attention_mask"} & {*names})
+        self._num_results = 1
+        self.mixer: Mixer = SteppedMixer(self._read) if hasattr(module, _OF_MAMBA_1) else self._read
 
-    def read(self, rows: Tensor, states: LayerStates | None = None) -> Tensor:
-        """Read sequences; see `Mixer`."""
-        found = self._forward(rows, **{self._cache: states})
-        return cast("Tensor", found if isinstance(found, Tensor) else found[0])
+    def _read(self, rows: Tensor, states: LayerStates | None = None) -> Tensor:
+        found = self._forward(rows, **{**self._unused, self._cache: states})
+        if isinstance(found, Tensor):
+            return found
+        self._num_results = len(found)
+        return cast("Tensor", found[0])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, hidden_states: Tensor, *rest: object, **named: object) -> Tensor:
+    def __call__(self, hidden_states: Tensor, *rest: object, **named: object) -> Tensor | tuple[Tensor | None, ...]:
         """Call the layer with [1, T, hidden_size] tokens of a pass; outside of one, as `transformers` does."""
         current = current_pass()
         if current is None:
             return cast("Tensor", self._forward(hidden_states, *rest, **named))
-        return current.attention.recur(self._layer, self.read, hidden_states.squeeze(0)).unsqueeze(0)
+        found = current.attention.recur(self._layer, self.mixer, hidden_states.squeeze(0)).unsqueeze(0)
+        return found if self._num_results == 1 else (found, *[None] * (self._num_results - 1))
 
 
 def read_in_passes(model: nn.Module) -> None:
@@ -153,7 +194,8 @@ def read_in_passes(model: nn.Module) -> None:
 def is_mixer(module: nn.Module) -> bool:
     """Whether a module of `transformers` is a layer, or the part of one, that reads by recurrence."""
     has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
-    return has_convolution and isinstance(getattr(module, "layer_idx", None), int)
+    is_lightning = hasattr(module, _OF_LIGHTNING)
+    return (has_convolution or is_lightning) and isinstance(getattr(module, "layer_idx", None), int)
 
 
 @torch.no_grad()
@@ -170,10 +212,10 @@ def states_problem(model: nn.Module, hidden_size: int) -> str:
             continue
         tried.add(type(module))
         rows, end = 3 * torch.randn(2, _TRIED_TOKENS, hidden_size, generator=generator), _TRIED_TOKENS - 2
-        whole = layer.read(rows)[:, end:]
+        whole = layer.mixer(rows)[:, end:]
         for lengths in ([end, 2], [end, 1, 1]):
             states = LayerStates()
-            found = torch.cat([layer.read(part, states) for part in torch.split(rows, lengths, dim=1)], dim=1)[:, end:]
+            found = torch.cat([layer.mixer(part, states) for part in torch.split(rows, lengths, dim=1)], dim=1)[:, end:]
             error = float((found - whole).abs().max() / whole.std().clamp(min=1e-12))
             if not error < _TOLERANCE:
                 return f"layers of class {type(module).__name__} do not continue from their states, by {error:.2g}"

@@ -86,7 +86,7 @@ class VarlenAttention(JoinedAttention):
         lengths = torch.tensor([[0, 0], *([len(block.own), len(block.before) + len(block.own)] for block in blocks)])
         self._query_ends, self._key_ends = placed(lengths.cumsum(0).int().t().contiguous(), device)
         self._longest_query, self._longest_key = lengths.amax(0).tolist()
-        self._copies = _copies(blocks, device) if any(block.before for block in blocks) else None
+        self._key_copies = _copies(blocks, device) if any(block.before for block in blocks) else None
         # torch 2.11 supports groups of heads without this argument, which it does not have.
         self._attend = (
             partial(varlen_attn, enable_gqa=True) if "enable_gqa" in signature(varlen_attn).parameters else varlen_attn
@@ -96,8 +96,8 @@ class VarlenAttention(JoinedAttention):
         """Attend in one call of FlashAttention, which aligns the last query of a block with its last key."""
         if not form._replace(kind=replace(form.kind, window=None)).is_plain:
             return super().attend(layer, query, key, value, form)
-        if self._copies is not None:
-            key, value = self._copies.take(key), self._copies.take(value)
+        if self._key_copies is not None:
+            key, value = self._key_copies.take(key), self._key_copies.take(value)
         output = self._attend(
             query,
             key,
@@ -120,14 +120,14 @@ class NpuAttention(JoinedAttention):
         super().__init__(blocks := list(blocks_of(families)), device)
         self._query_ends = list(accumulate(len(block.own) for block in blocks))
         self._key_ends = list(accumulate(len(block.before) + len(block.own) for block in blocks))
-        self._copies = _copies(blocks, device) if any(block.before for block in blocks) else None
+        self._key_copies = _copies(blocks, device) if any(block.before for block in blocks) else None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Attend in one call of the fused kernel, with prompts copied for each continuation."""
         if not form.is_plain:
             return super().attend(layer, query, key, value, form)
-        if self._copies is not None:
-            key, value = self._copies.take(key), self._copies.take(value)
+        if self._key_copies is not None:
+            key, value = self._key_copies.take(key), self._key_copies.take(value)
         return attend_packed(self._fused, query, key, value, self._query_ends, self._key_ends, form.scale)
 
 
@@ -135,16 +135,13 @@ class ExpandedAttention(JoinedAttention):
     """Attention of continuations that each have a copy of their prompt."""
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
-        super().__init__(blocks := list(blocks_of(families)), device)
-        self._copies = _copies(blocks, device)
-        self._packed = PackedAttention([len(block.before) + len(block.own) for block in blocks], device)
-        is_own = [is_own for block in blocks for is_own in [False] * len(block.before) + [True] * len(block.own)]
-        self._own = placed(torch.tensor(is_own).nonzero().squeeze(1), device)
+        super().__init__([*blocks_of(families)], device)
+        self._packed = PackedAttention([len(block.own) for block in self._copies.blocks], device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Attend to copies of the prompts, and keep each token's own result."""
         query, key, value = (self._copies.take(values) for values in (query, key, value))
-        return self._packed.attend(layer, query, key, value, form).index_select(0, self._own)
+        return self._copies.own(self._packed.attend(layer, query, key, value, form))
 
 
 class _Continuations:
