@@ -30,7 +30,13 @@ from leaderless.distributed.in_flight import Backlog
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.loading.sharded_loading import open_model
-from leaderless.planner.memory.attention_kinds import CHUNK_LAYER, FULL_LAYER, RECURRENT_LAYERS, WINDOW_LAYER
+from leaderless.planner.memory.attention_kinds import (
+    CHUNK_LAYER,
+    FULL_LAYER,
+    INDEXED_LAYER,
+    RECURRENT_LAYERS,
+    WINDOW_LAYER,
+)
 from leaderless.training.fsdp import FsdpEngine
 
 FILE = Path(__file__).parents[1] / "docs/reference/families.json"
@@ -51,12 +57,14 @@ _SIZES: Mapping[int | float, str] = {
     "shared_intermediate_size pronunciation_embed_dim shape_embed_dim",
     2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
     "num_decoder_layers depth num_blocks num_key_value_heads num_kv_heads n_kv_heads kv_n_heads eos_token_id "
-    "num_experts_per_tok num_experts_per_token moe_top_k top_k moe_topk moe_k top_k_experts",
+    "num_experts_per_tok num_experts_per_token moe_top_k top_k moe_topk moe_k top_k_experts indexer_compress_ratio",
     4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
-    "num_experts num_local_experts n_routed_experts moe_num_experts rotary_dim",
+    "num_experts num_local_experts n_routed_experts moe_num_experts rotary_dim index_topk indexer_budget",
+    16: "index_n_heads index_head_dim indexer_n_heads indexer_head_dim",
     8: "head_dim attention_head_size v_head_dim qk_nope_head_dim kv_lora_rank global_head_dim dim_head "
     "qk_rope_head_dim q_lora_rank mamba_n_heads mamba_d_head",
-    1: "n_group num_group topk_group n_shared_experts num_shared_experts first_k_dense_replace bos_token_id",
+    1: "n_group num_group topk_group n_shared_experts num_shared_experts first_k_dense_replace bos_token_id "
+    "indexer_kv_heads",
     128: "max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions "
     "max_source_positions max_sequence_length",
     0: "pad_token_id",
@@ -68,6 +76,7 @@ _WINDOWS = ["sliding_window", "window_size", "attention_window_size", "attention
 _SETTINGS = {name: value for value, names in _SIZES.items() for name in names.split()} | dict.fromkeys(_WINDOWS, NARROW)
 """Values of settings, by name; those of a kind that a family does not have are left out."""
 _MAY_BE_NONE = ("token_id", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
+_MAY_BE_NONE += ("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
 _ALWAYS: Mapping[str, object] = {
     "is_decoder": True,
     "num_kv_shared_layers": 0,
@@ -83,15 +92,19 @@ _OWN: Mapping[str, Mapping[str, object]] = {
         },
         "logit_scale": 0.7,
     },
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"] * 2, "adapter_in_dim": 32, "adapter_out_dim": 32},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0, "attn_pdrop": NOISE}},
     "falcon_h1": {"mamba_d_ssm": 64},
     "diffllama": {"attention_dropout": 0.0},
     "gemma3_text": {"final_logit_softcapping": 1.5},
     "gemma4_text": {"final_logit_softcapping": 1.5},
     "gemma3n_text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64},
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "hy_v4": {"indexer_types": ["full", "shared"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
@@ -158,7 +171,7 @@ def _shrunk(kind: type[PretrainedConfig], settings: Mapping[str, object]) -> Pre
         elif name in _ALWAYS:
             chosen[name] = _ALWAYS[name]
     kinds = [*dict.fromkeys(usual.to_dict().get("layer_types") or ())]
-    known = {FULL_LAYER, WINDOW_LAYER, CHUNK_LAYER, *RECURRENT_LAYERS}
+    known = {FULL_LAYER, WINDOW_LAYER, CHUNK_LAYER, INDEXED_LAYER, *RECURRENT_LAYERS}
     if len(kinds) > 1 and {*kinds} <= known:  # both kinds, of which the first two layers may have but one
         chosen["layer_types"] = kinds[:2]
     if "kv_lora_rank" in chosen and "num_key_value_heads" in chosen:  # all heads share what is compressed
@@ -166,7 +179,7 @@ def _shrunk(kind: type[PretrainedConfig], settings: Mapping[str, object]) -> Pre
     for name in kind.sub_configs or ():
         part = getattr(usual, name, None)
         if isinstance(part, PretrainedConfig) and name not in settings:
-            chosen[name] = _shrunk(type(part), {})
+            chosen[name] = _shrunk(type(part), _OWN.get(part.model_type, {}))
     return kind(**{**chosen, **settings})
 
 

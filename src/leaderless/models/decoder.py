@@ -28,8 +28,8 @@ from leaderless.data.prompts.images import PromptImage
 from leaderless.data.sources.hub import unreachable_hub
 from leaderless.models.attention.blocks import Repeats
 from leaderless.models.attention.form import LayerPass, passing
+from leaderless.models.attention.in_passes import compute_in_passes
 from leaderless.models.attention.packed import ATTENTION_NAME, Attention
-from leaderless.models.attention.recurrence import read_in_passes
 from leaderless.models.attention.shared_prompts import Family, PrefixAttention, attention_over
 from leaderless.models.gradient_checkpointing import recompute_layers
 from leaderless.models.loading.support import (
@@ -124,7 +124,7 @@ class Decoder(Shardable):
     def __init__(self, model: PreTrainedModel) -> None:
         """Wrap a model that was loaded with this package's attention; weights keep their names."""
         super().__init__(model, model.get_input_embeddings().weight.shape[0])
-        read_in_passes(model)
+        compute_in_passes(model)
         self.vocabulary_part: VocabularyPart | None = None
         """Words of which this rank has the embeddings for logits; all without it."""
         self.ignores_images = False

@@ -140,6 +140,11 @@ def make_engine(name: str, setup: RolloutSetup) -> RolloutEngine:
 def make_native(setup: RolloutSetup) -> RolloutEngine:
     """Make the native engine."""
     model = _native_model(setup).requires_grad_(False)
+    if any(kind.is_indexed for kind in model.attention_kinds):
+        raise RecipeError.at(
+            "rollout.engine",
+            f"native: layers with an indexer, which chooses keys, are not supported (models.{setup.role}): choose vllm",
+        )
     ends, most = setup.end_tokens, setup.rollout.max_sequences
     routers = Routers.required(model, f"models.{setup.role}") if setup.records_experts else None
     engine: NativeEngine | None = None

@@ -238,6 +238,11 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
         raise RecipeError.at(
             key, f"layers that read by recurrence cannot be divided along cp={layout.cp}: leave out cp"
         )
+    axis = next((axis for axis in ("cp", "pp") if getattr(layout, axis) > 1), None)
+    if axis is not None and any(kind.is_indexed for kind in model.attention_kinds):
+        raise RecipeError.at(
+            key, f"layers with an indexer, which chooses keys, cannot be divided along {axis}: leave out {axis}"
+        )
     num_heads = _sizes(model)[0] if layout.cp > 1 else 1
     can_swap = num_heads // layout.tp % layout.cp == 0
     if layout.cp > 1 and not can_swap and not all(kind.sees_all for kind in model.attention_kinds):

@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING
 from leaderless.config.models import ModelConfig
 from leaderless.models.attention import shared_prompts, some_keys
 from leaderless.models.attention.form import AttentionForm
+from leaderless.models.attention.indexed import KeyChoice, SequenceMask
 from leaderless.models.attention.joined import JoinedAttention
 from leaderless.models.attention.packed import Attention, PackedAttention
 from leaderless.models.attention.shared_prompts import ExpandedAttention, Family, VarlenAttention, blocks_of
@@ -140,6 +141,70 @@ def test_tokens_behind_a_window_cost_nothing() -> None:
     assert num_scores(attention, AttentionKind()) > 20 * count
 
 
+NUM_CHOSEN = 3
+
+
+def index(hidden: Tensor, mask: Tensor) -> Tensor:
+    """The keys whose sums are nearest to that of a token, as an indexer of `transformers` returns them."""
+    assert hidden.shape[:2] == mask.shape[:2] == (1, mask.shape[2])
+    sums = hidden[0].sum(1)
+    distances = (sums[:, None] - sums).abs().masked_fill(~mask[0], torch.inf)
+    return distances.topk(min(NUM_CHOSEN, len(sums)), largest=False).indices.int()[None]
+
+
+def index_of(hidden: Tensor) -> KeyChoice:
+    return KeyChoice(index, (hidden[None], SequenceMask()[:, 0, :, :]), {})
+
+
+def chosen_by(hidden: Tensor, families: list[Family]) -> Tensor:
+    """[T, T] bool: the chosen keys of each token, one by one."""
+    sums, is_seen = hidden.sum(1), mask_of(families).clone()
+    for query, row in enumerate(is_seen):
+        keys = row.nonzero()[:, 0].tolist()
+        nearest = sorted(keys, key=lambda key: float((sums[query] - sums[key]).abs()))[:NUM_CHOSEN]
+        row.zero_()[nearest] = True
+    return is_seen
+
+
+INDEXED = AttentionKind(is_indexed=True)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_token_attends_to_the_best_keys_of_its_own_sequence(way: str, has_sinks: bool) -> None:
+    """Results and gradients are those of a mask, whose keys are chosen sequence by sequence."""
+    make, families = WAYS[way]
+    inputs, generator = made(2, has_sinks=has_sinks), torch.Generator().manual_seed(2)
+    hidden, sinks = torch.randn(len(inputs[0]), 5, generator=generator), inputs[3] if has_sinks else None
+    expected = naively(inputs[:3], sinks, INDEXED, chosen_by(hidden, families()))
+    attention, choice = make(), index_of(hidden)
+    result = attention.attend(0, *inputs[:3], AttentionForm(0.3, INDEXED, sinks, choice))
+    torch.testing.assert_close(result, expected)
+    slope = torch.randn(expected.shape, generator=generator).double()
+    grads, expected_grads = (torch.autograd.grad((slope * out).sum(), inputs) for out in (result, expected))
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad)
+    again = attention.attend(1, *inputs[:3], AttentionForm(0.3, INDEXED, sinks, choice))  # a layer that shares it
+    assert torch.equal(again, result)
+
+
+def test_neither_choice_nor_attention_leaks_into_another_sequence() -> None:
+    """Other sequences before it, with keys that fit better, do not change a result or a gradient by a bit."""
+    attention, first = JoinedAttention([*blocks_of(FAMILIES)], CPU), -FAMILIES[-1].num_tokens
+    found = []
+    for shift in (0.0, 3.0):
+        inputs = [tensor.detach().float() for tensor in made(2, has_sinks=False)]
+        for tensor in inputs:
+            tensor[:first] += shift
+            tensor.requires_grad_()
+        form = AttentionForm(0.3, INDEXED, chosen=index_of(inputs[1].detach().flatten(1)))
+        result = attention.attend(0, *inputs, form)[first:]
+        grads = torch.autograd.grad(result.sum(), inputs)
+        assert all(float(one[:first].abs().max()) == 0 for one in grads)
+        found.append([result, *(one[first:] for one in grads)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_nothing_leaks_from_one_packed_sequence_into_another(name: str) -> None:
     """Another neighbor does not change a result or a gradient by a bit."""
@@ -169,14 +234,18 @@ def test_kinds_are_read_from_the_description_of_a_model() -> None:
     assert attention_kinds({"num_hidden_layers": 2, "sliding_window": None}) == (AttentionKind(),) * 2
     unused = {"num_hidden_layers": 2, "sliding_window": 8, "use_sliding_window": False}
     assert attention_kinds(unused) == (AttentionKind(),) * 2
-    linear, both, alone = attention_kinds({"layer_types": ["linear_attention", "hybrid", "moe"]})
+    linear, both, alone, indexed = attention_kinds(
+        {"layer_types": ["linear_attention", "hybrid", "moe", "indexed_attention"]}
+    )
+    assert indexed == AttentionKind(is_indexed=True)
+    assert not indexed.sees_all
     assert [(one.is_recurrent, one.has_attention) for one in (linear, both, alone)] == [
         (True, False),
         (True, True),
         (False, False),
     ]
-    with pytest.raises(ValueError, match="layers of type indexed_attention are not supported"):
-        attention_kinds({"layer_types": ["indexed_attention"]})
+    with pytest.raises(ValueError, match="layers of type compressed_attention are not supported"):
+        attention_kinds({"layer_types": ["compressed_attention"]})
     with pytest.raises(ValueError, match="layers of type sliding_attention have no size"):
         attention_kinds({"layer_types": ["sliding_attention"]})
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from leaderless.planner.memory.attention_kinds import FULL, AttentionKind
 
 if TYPE_CHECKING:
+    from leaderless.models.attention.indexed import KeyChoice
     from leaderless.models.attention.packed import Attention
 
 
@@ -24,11 +25,13 @@ class AttentionForm(NamedTuple):
         scale: Factor of the dot products.
         kind: Tokens that attend to one another, and the bound of their scores.
         sinks: [query_heads] scores of a key with the value 0, to which each token attends, too; None for no such key.
+        chosen: Keys that an indexer chooses, for a layer that has one.
     """
 
     scale: float
     kind: AttentionKind = FULL
     sinks: Tensor | None = None
+    chosen: KeyChoice | None = None
 
     @property
     def is_plain(self) -> bool:

@@ -16,7 +16,7 @@ has a mask, and none computes scores that are not seen, apart from padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import groupby, pairwise
 from typing import NamedTuple
@@ -43,6 +43,7 @@ class JoinedCalls(NamedTuple):
 
     buckets: LengthBuckets
     crossings: Sequence[Crossing]
+    masks: Iterable[Tensor] | None = None
 
 
 class JoinedAttention:
@@ -66,11 +67,20 @@ class JoinedAttention:
         return SequenceCopies(self._blocks, self._device)
 
     @cached_property
+    def _buckets_of_copies(self) -> LengthBuckets:
+        return LengthBuckets([len(block.own) for block in self._copies.blocks], self._device)
+
+    @cached_property
     def _recurrent_copies(self) -> RecurrentPasses:
         return RecurrentPasses(self._copies.blocks, self._device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:  # noqa: ARG002
-        """Attend within blocks, and from continuations to their prompts."""
+        """Attend within blocks, and from continuations to their prompts; to chosen keys, in copies of sequences."""
+        if form.chosen is not None:
+            buckets = self._buckets_of_copies
+            chosen = JoinedCalls(buckets, (), form.chosen.masks(self._copies, buckets))
+            inputs = (self._copies.take(one) for one in (query, key, value))
+            return self._copies.own(_Joined.apply(*inputs, form.sinks, chosen, form))  # type: ignore[no-untyped-call]
         calls = self._calls.get(form.kind)
         if calls is None:  # the same for all layers of a kind
             calls = self._calls[form.kind] = self._calls_of(form.kind)
@@ -190,7 +200,7 @@ class _Joined(torch.autograd.Function):
         calls: JoinedCalls,
         form: AttentionForm,
     ) -> Tensor:
-        output, normalizer = attend_within(form, calls.buckets, query, key, value)
+        output, normalizer = attend_within(form, calls.buckets, query, key, value, calls.masks)
         for crossing in calls.crossings:
             crossing.attend(form, query, key, value, output, normalizer)
         output, normalizer = form.added_sink(output, normalizer)
@@ -203,7 +213,7 @@ class _Joined(torch.autograd.Function):
         query, key, value, output, normalizer, *sinks = ctx.saved_tensors
         calls, form = ctx.calls, ctx.form
         whole = grad_output, query, key, value, output, normalizer
-        grads = gradients_within(form, calls.buckets, *whole)
+        grads = gradients_within(form, calls.buckets, *whole, calls.masks)
         for crossing in calls.crossings:
             crossing.add_gradients(form, *whole, grads)
         of_sinks = gradient_of_sinks(grad_output, output, normalizer, sinks[0]) if sinks else None

@@ -19,6 +19,7 @@ from typing_extensions import override
 from leaderless.models.attention import npu
 from leaderless.models.attention.blocks import LengthBuckets, PromptBlock
 from leaderless.models.attention.form import AttentionForm, current_pass
+from leaderless.models.attention.indexed import KeyChoice, SequenceMask
 from leaderless.models.attention.joined import JoinedAttention
 from leaderless.models.attention.recurrence import Mixer
 
@@ -62,24 +63,28 @@ def _attention_function(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | SequenceMask | KeyChoice | None,
     *,
     scaling: float,
     s_aux: Tensor | None = None,
+    indices: KeyChoice | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attend on behalf of `transformers`, which calls this in each layer with [1, heads, T, head_dim] tensors."""
     current = current_pass()
     if current is None:
         raise RuntimeError("the attention of this package was called outside of a pass")
-    if attention_mask is not None:
+    if isinstance(attention_mask, Tensor):
         raise RuntimeError("attention with a mask that the model makes is not supported")
+    chosen = attention_mask if isinstance(attention_mask, KeyChoice) else indices
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise RuntimeError(f"attention with {name} is not supported")
     layer = module.layer_idx
     assert isinstance(layer, int)
     kind = current.kinds[layer]
+    if isinstance(chosen, KeyChoice) != kind.is_indexed:
+        raise RuntimeError(f"layer {layer} has an indexer of an unknown kind, or the description does not name it")
     for name, described in (("sliding_window", kind.window), ("softcap", kind.softcap)):
         if (found := kwargs.get(name)) is not None and found != described:
             raise RuntimeError(f"layer {layer} has {name}={found}, but the description of the model says {described}")
@@ -89,7 +94,7 @@ def _attention_function(
         raise RuntimeError("attention with values that are wider than queries is not supported")
     if missing:  # as in DeepSeek's compressed attention; kernels and stores want equal widths
         value = pad(value, (0, missing))
-    form = AttentionForm(scaling, kind, s_aux)
+    form = AttentionForm(scaling, kind, s_aux, chosen)
     return current.attention.attend(layer, query, key, value, form)[..., :width].unsqueeze(0), None
 
 

@@ -140,6 +140,8 @@ class ExpandedAttention(JoinedAttention):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Attend to copies of the prompts, and keep each token's own result."""
+        if form.chosen is not None:
+            return super().attend(layer, query, key, value, form)
         query, key, value = (self._copies.take(values) for values in (query, key, value))
         return self._copies.own(self._packed.attend(layer, query, key, value, form))
 

@@ -7,7 +7,8 @@ bound, they are products of matrices, a block of queries at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -97,11 +98,20 @@ def _put(values: Tensor, places: slice | Tensor) -> Tensor:
 
 
 def attend_within(
-    form: AttentionForm, buckets: LengthBuckets, query: Tensor, key: Tensor, value: Tensor
+    form: AttentionForm,
+    buckets: LengthBuckets,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masks: Iterable[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend within sequences, causally: [T, query_heads, head_dim] results, and [T, query_heads] normalizers."""
+    """Attend within sequences: [T, query_heads, head_dim] results, and [T, query_heads] normalizers.
+
+    It is causal unless there are masks, one for each bucket; see `attend_some`.
+    """
     results = [
-        attend_some(form, *(bucket.take(one) for one in (query, key, value)), is_causal=True) for bucket in buckets.all
+        attend_some(form, *(bucket.take(one) for one in (query, key, value)), mask=mask, is_causal=mask is None)
+        for bucket, mask in zip(buckets.all, repeat(None) if masks is None else masks, strict=False)
     ]
     output, normalizers = (buckets.join([result[kind] for result in results]) for kind in range(2))
     return output, normalizers
@@ -116,6 +126,7 @@ def gradients_within(
     value: Tensor,
     output: Tensor,
     normalizers: Tensor,
+    masks: Iterable[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute what the keys of their own sequences add to the gradients, by the results for all keys."""
     results = [
@@ -123,9 +134,10 @@ def gradients_within(
             form,
             bucket.take(grad_output, padding=0.0),
             *(bucket.take(values) for values in (query, key, value, output, normalizers)),
-            is_causal=True,
+            mask=mask,
+            is_causal=mask is None,
         )
-        for bucket in buckets.all
+        for bucket, mask in zip(buckets.all, repeat(None) if masks is None else masks, strict=False)
     ]
     of_query, of_key, of_value = (buckets.join([result[kind] for result in results]) for kind in range(3))
     return of_query, of_key, of_value
@@ -168,14 +180,16 @@ def gradients_of_some(
     output: Tensor,
     normalizers: Tensor,
     *,
+    mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute what some keys and values add to the gradient of the queries, and their own; see `attend_some`."""
     whole = grad_output, query, key, value, output, normalizers
     if query.device.type == "cpu" and form.kind.softcap is None:
-        q, k, v = flash_backward_on_cpu(*whole, 0.0, is_causal, scale=form.scale)
+        mask = None if mask is None else mask.to(query.dtype)
+        q, k, v = flash_backward_on_cpu(*whole, 0.0, is_causal, attn_mask=mask, scale=form.scale)
         return q, k, v
-    return gradients_by_products(form, *whole, is_causal=is_causal)
+    return gradients_by_products(form, *whole, mask=mask, is_causal=is_causal)
 
 
 def attend_by_products(
@@ -208,6 +222,7 @@ def gradients_by_products(
     output: Tensor,
     normalizers: Tensor,
     *,
+    mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the results of `gradients_of_some` by matrix products, block by block of queries.
@@ -219,7 +234,7 @@ def gradients_by_products(
     grad_query, grad_key, grad_value = (torch.zeros_like(one, dtype=dtype) for one in (query, wide_key, wide_value))
     for block in _blocks(query, key):
         bounded = _scores(form, query, wide_key, block)
-        scores = _masked(bounded, None, block, is_causal=is_causal)
+        scores = _masked(bounded, mask, block, is_causal=is_causal)
         probabilities = (scores - normalizers[:, :, block, None]).exp_()
         grad = grad_output[:, :, block].to(dtype)
         grad_value += probabilities.transpose(2, 3) @ grad

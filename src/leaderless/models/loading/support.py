@@ -27,9 +27,10 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 
 from leaderless.config import RecipeError
 from leaderless.models.attention.form import AttentionForm, LayerPass, passing
+from leaderless.models.attention.in_passes import compute_in_passes
 from leaderless.models.attention.joined import JoinedAttention
 from leaderless.models.attention.packed import ATTENTION_NAME, Attention
-from leaderless.models.attention.recurrence import Mixer, read_in_passes, states_problem
+from leaderless.models.attention.recurrence import Mixer, states_problem
 from leaderless.models.attention.shared_prompts import Family, PrefixAttention, blocks_of
 from leaderless.models.logit_form import LogitForm
 from leaderless.planner.checks.model_files import BOTH_WAYS, SEEING
@@ -43,7 +44,10 @@ _IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "v
 _FAMILIES = (Family(5, ()), Family(4, (1, 5)))
 """Sequences with which a model is tried, two of which share a prompt."""
 _WINDOW = 4
-"""Tokens of the windows and chunks of a model while it is tried, which sequences exceed."""
+"""Tokens of the windows and chunks of a model while it is tried, and chosen keys, which sequences exceed."""
+_NARROW = dict.fromkeys(("sliding_window", "attention_chunk_size", "index_topk", "token_budget"), _WINDOW)
+_NARROW |= {"compress_ratio": 2, "block_topk": 2}
+"""Sizes of windows, chunks and choices of keys while a model is tried, by their names."""
 _TOLERANCE = 1e-2
 """Largest error of a logit, in standard deviations of all logits; rounding stays far below it."""
 _LOUD = 30.0
@@ -80,7 +84,7 @@ def check_supported(model: PreTrainedModel, key: str) -> None:
     """
     was_training = model.training
     model.eval()
-    read_in_passes(model)
+    compute_in_passes(model)
     try:
         with _narrow_windows(model):
             hidden_size = model.config.get_text_config().hidden_size
@@ -160,18 +164,18 @@ def kinds_of(described: PreTrainedConfig) -> tuple[AttentionKind, ...]:
 
 @contextmanager
 def _narrow_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Give all windows and chunks of a model a size that the sequences of the trial exceed."""
+    """Give all windows, chunks and choices of keys of a model a size that the sequences of the trial exceed."""
     described = model.config.get_text_config()
     owners: list[object] = [*{id(one): one for one in (model.config, described)}.values(), *model.modules()]
     before = [
         (owner, name, size)
         for owner in owners
-        for name in ("sliding_window", "attention_chunk_size")
-        if isinstance(size := getattr(owner, name, None), int) and size > _WINDOW
+        for name, most in _NARROW.items()
+        if isinstance(size := getattr(owner, name, None), int) and size > most
     ]
     try:
         for owner, name, _ in before:
-            setattr(owner, name, _WINDOW)
+            setattr(owner, name, _NARROW[name])
         yield
     finally:
         for owner, name, size in before:

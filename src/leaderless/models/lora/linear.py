@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from leaderless.config import RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.distributed.weights.tensor_parallel import is_of_experts
+from leaderless.models.attention.indexed import indexer_of
 from leaderless.models.attention.recurrence import is_mixer
 from leaderless.models.lora.dropout import CurrentPass, dropped_product, key_of, watch_passes
 from leaderless.models.lora.expert_lora import ExpertAdapters, adapt_experts, adapted_experts, from_peft, to_peft
@@ -101,7 +102,8 @@ def add_adapters(model: PreTrainedModel, settings: ModelConfig, key: str) -> Non
         return
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
     named = model.base_model.named_modules()
-    layers = {f"{prefix}{name}": one for name, one in named if type(one) is nn.Linear}
+    untrained = {part for one in model.modules() if (indexer := indexer_of(one)) for part in indexer.modules()}
+    layers = {f"{prefix}{name}": one for name, one in named if type(one) is nn.Linear and one not in untrained}
     if not layers:  # without any adapter, all weights would be trained
         raise RecipeError.at(
             f"{key}.lora",

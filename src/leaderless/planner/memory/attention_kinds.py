@@ -18,6 +18,8 @@ SETTINGS = (
 """Settings of a model that say how its layers attend."""
 FULL_LAYER, WINDOW_LAYER, CHUNK_LAYER = "full_attention", "sliding_attention", "chunked_attention"
 """Types of layers with attention, as `layer_types` names them."""
+INDEXED_LAYER = "indexed_attention"
+"""Type of layers whose tokens attend to those keys before them that an indexer chooses."""
 RECURRENT_LAYERS = ("linear_attention", "conv")
 """Types of layers that read by recurrence alone; those of type hybrid also have attention."""
 SINGLE_TOKEN_LAYERS = ("mlp", "moe")
@@ -35,6 +37,7 @@ class AttentionKind:
         softcap: Number c that bounds scores s, as c tanh(s / c); None for no bound.
         is_recurrent: Whether the layer has a state that its tokens change, one after the other.
         has_attention: Whether its tokens attend at all.
+        is_indexed: Whether an indexer chooses the keys to which its tokens attend.
     """
 
     window: int | None = None
@@ -42,11 +45,12 @@ class AttentionKind:
     softcap: float | None = None
     is_recurrent: bool = False
     has_attention: bool = True
+    is_indexed: bool = False
 
     @property
     def sees_all(self) -> bool:
         """Whether tokens attend to all tokens before them."""
-        return self.window is None and self.chunk is None
+        return self.window is None and self.chunk is None and not self.is_indexed
 
     def first_key(self, position: int) -> int:
         """The first of the positions to which the token at a position attends."""
@@ -64,6 +68,7 @@ class AttentionSizes(TypedDict, total=False):
     chunk: int | None
     is_recurrent: bool
     has_attention: bool
+    is_indexed: bool
 
 
 def attention_kinds(described: Mapping[str, object]) -> tuple[AttentionKind, ...]:
@@ -84,7 +89,7 @@ def attention_kinds(described: Mapping[str, object]) -> tuple[AttentionKind, ...
     if (is_used := described.get("use_sliding_window")) is not None:  # as Qwen2 describes it
         window, first = (window, most or 0) if is_used else (None, 0)
     sizes: dict[str, AttentionSizes] = {WINDOW_LAYER: {"window": window}, CHUNK_LAYER: {"chunk": chunk}}
-    sizes |= {FULL_LAYER: {}, "hybrid": {"is_recurrent": True}}
+    sizes |= {FULL_LAYER: {}, INDEXED_LAYER: {"is_indexed": True}, "hybrid": {"is_recurrent": True}}
     sizes |= {name: {"has_attention": False, "is_recurrent": True} for name in RECURRENT_LAYERS}
     sizes |= {name: {"has_attention": False} for name in SINGLE_TOKEN_LAYERS}
     usual = FULL_LAYER if window is None else WINDOW_LAYER

@@ -232,6 +232,7 @@ def forward_of(model: CausalLM, *, enable_compile: bool) -> Forward:
 
     That is the model itself, unless its family is known, and its attention has no window and rotates whole heads.
     """
+    assert not any(kind.is_indexed for kind in model.attention_kinds), "refused when the engine was made"
     config = model.model.config.get_text_config()
     if config.model_type not in FAMILIES:
         return cast("Forward", model)

@@ -1,0 +1,14 @@
+"""Layers of `transformers` that do more than the attention that this package replaces, in packed passes."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from leaderless.models.attention.indexed import choose_in_passes
+from leaderless.models.attention.recurrence import read_in_passes
+
+
+def compute_in_passes(model: PreTrainedModel) -> None:
+    """Have the layers of a model compute each sequence of a packed pass as they compute it alone, from now on."""
+    read_in_passes(model)
+    choose_in_passes(model)
