@@ -92,8 +92,6 @@ _OWN: Mapping[str, Mapping[str, object]] = {
         },
         "logit_scale": 0.7,
     },
-    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
-    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"] * 2, "adapter_in_dim": 32, "adapter_out_dim": 32},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0, "attn_pdrop": NOISE}},
     "falcon_h1": {"mamba_d_ssm": 64},
     "diffllama": {"attention_dropout": 0.0},
@@ -107,16 +105,24 @@ _OWN: Mapping[str, Mapping[str, object]] = {
     "hy_v4": {"indexer_types": ["full", "shared"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "llama4_text": {"no_rope_layers": [1, 0], "floor_scale": 2},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 8},
     "mpt": {"attn_config": {}},
     "nemotron": {"num_key_value_heads": 2},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layer_types": ["mamba", "hybrid"]},
-    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What a family needs besides, or does not take."""
+_OF_PARTS: Mapping[str, Mapping[str, object]] = {
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"] * 2, "adapter_in_dim": 32, "adapter_out_dim": 32},
+    "llama4_text": _OWN["llama4_text"],
+    "mllama_text_model": {"cross_attention_layers": [1]},
+}
+"""The same for parts of families, by their types."""
 _NEUTRAL: Mapping[str, object] = {
     "layer_types": ["full_attention"] * 2,
 }
@@ -179,7 +185,7 @@ def _shrunk(kind: type[PretrainedConfig], settings: Mapping[str, object]) -> Pre
     for name in kind.sub_configs or ():
         part = getattr(usual, name, None)
         if isinstance(part, PretrainedConfig) and name not in settings:
-            chosen[name] = _shrunk(type(part), _OWN.get(part.model_type, {}))
+            chosen[name] = _shrunk(type(part), _OF_PARTS.get(part.model_type, {}))
     return kind(**{**chosen, **settings})
 
 

@@ -161,7 +161,7 @@ class Decoder(Shardable):
     ) -> Tensor:
         """Pass inputs through the layers; see `hidden_states`."""
         how = {"position_ids": positions.unsqueeze(-2), "use_cache": False, "attention": attention}
-        with passing(LayerPass(attention, self.attention_kinds)):
+        with passing(LayerPass(attention, self.attention_kinds, positions)):
             output = self.text_model(**inputs, **how)
         hidden: Tensor = output.last_hidden_state.squeeze(0)
         if self.has_head:

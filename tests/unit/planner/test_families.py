@@ -27,8 +27,12 @@ QUICK = {
     "deepseek_v3",  # values that are narrower than keys
     "falcon_h1",  # a state space next to attention
     "gemma3_text",  # layers of several types
+    "glm_moe_dsa",  # an indexer, whose choice layers share
     "gpt_oss",  # sinks
     "lfm2",  # short convolutions
+    "llama4_text",  # temperatures by positions
+    "mamba",  # states that continue token by token
+    "minimax",  # lightning attention
     "mistral",  # a window
     "opt",  # layers that are skipped
     "qwen3_next",  # linear attention

@@ -26,6 +26,8 @@ from leaderless.rollout.native.lean_forward import forward_of
 CPU = torch.device("cpu")
 FAMILIES = ["gpt_oss", "gemma3_text", "olmo3", "mimo_v2_flash", "mistral"]
 """Sinks, and layers with and without windows."""
+TUNED = ["llama4_text"]
+"""Temperatures by positions."""
 RECURRENT = ["qwen3_next", "qwen3_5_text", "kimi_linear", "lfm2", "bamba", "falcon_h1", "nemotron_h", "olmo_hybrid"]
 RECURRENT += ["mamba", "falcon_mamba", "jamba", "minimax"]
 """Linear attention, state spaces and short convolutions."""
@@ -89,7 +91,7 @@ def check_greedy(model: CausalLM, completions: list[Completion]) -> None:
         torch.testing.assert_close(chosen, logits.amax(1), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT])
+@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT, *TUNED])
 def test_tokens_of_each_family_are_those_of_transformers(family: str) -> None:
     model = model_of(family)
     check_greedy(model, sample(engine_of(model, max_sequences=4), temperature=0))

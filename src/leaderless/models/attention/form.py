@@ -96,10 +96,12 @@ class LayerPass(NamedTuple):
     Attributes:
         attention: Attention of the tokens.
         kinds: Kind of attention of each layer.
+        positions: [..., T] int64 positions of the tokens, as the layers take them.
     """
 
     attention: Attention
     kinds: Sequence[AttentionKind]
+    positions: Tensor
 
 
 # Not all layers of `transformers` pass on what their attention needs.

@@ -6,9 +6,13 @@ from transformers import PreTrainedModel
 
 from leaderless.models.attention.indexed import choose_in_passes
 from leaderless.models.attention.recurrence import read_in_passes
+from leaderless.models.attention.temperature import tune_in_passes
 
 
 def compute_in_passes(model: PreTrainedModel) -> None:
     """Have the layers of a model compute each sequence of a packed pass as they compute it alone, from now on."""
+    if model.base_model is model and hasattr(model, "model"):
+        model.base_model_prefix = "model"  # Llama 4 has another name for its layers
     read_in_passes(model)
     choose_in_passes(model)
+    tune_in_passes(model)

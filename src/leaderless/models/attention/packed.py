@@ -22,6 +22,7 @@ from leaderless.models.attention.form import AttentionForm, current_pass
 from leaderless.models.attention.indexed import KeyChoice, SequenceMask
 from leaderless.models.attention.joined import JoinedAttention
 from leaderless.models.attention.recurrence import Mixer
+from leaderless.models.attention.temperature import TunedAttention
 
 ATTENTION_NAME = "leaderless"
 _UNSUPPORTED = ("position_bias",)
@@ -88,6 +89,8 @@ def _attention_function(
     for name, described in (("sliding_window", kind.window), ("softcap", kind.softcap)):
         if (found := kwargs.get(name)) is not None and found != described:
             raise RuntimeError(f"layer {layer} has {name}={found}, but the description of the model says {described}")
+    if isinstance(module.forward, TunedAttention):
+        query = module.forward.tuned(query, current.positions)
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
     if missing < 0:

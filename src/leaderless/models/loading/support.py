@@ -46,8 +46,8 @@ _FAMILIES = (Family(5, ()), Family(4, (1, 5)))
 _WINDOW = 4
 """Tokens of the windows and chunks of a model while it is tried, and chosen keys, which sequences exceed."""
 _NARROW = dict.fromkeys(("sliding_window", "attention_chunk_size", "index_topk", "token_budget"), _WINDOW)
-_NARROW |= {"compress_ratio": 2, "block_topk": 2}
-"""Sizes of windows, chunks and choices of keys while a model is tried, by their names."""
+_NARROW |= {"compress_ratio": 2, "block_topk": 2, "floor_scale": 2}
+"""Sizes of windows, chunks, choices of keys and steps of temperatures while a model is tried, by their names."""
 _TOLERANCE = 1e-2
 """Largest error of a logit, in standard deviations of all logits; rounding stays far below it."""
 _LOUD = 30.0
@@ -194,7 +194,7 @@ def _try_packed(model: PreTrainedModel) -> str:
         positions[places] = torch.arange(len(places))
     attention = PrefixAttention(families, device) if is_prefix else JoinedAttention([*blocks_of(families)], device)
     watched, kinds = _Watched(attention), kinds_of(model.config)
-    with passing(LayerPass(watched, kinds)):
+    with passing(LayerPass(watched, kinds, positions)):
         hidden = model.base_model(
             input_ids=tokens[None], position_ids=positions[None], attention=watched, use_cache=False
         ).last_hidden_state[0]

@@ -154,13 +154,14 @@ def _error_in_stages(model: PreTrainedModel) -> float:
     """The largest difference of hidden states in two stages from those in one, in standard deviations."""
     text, count = _text(model), _num_layers(model)
     tokens = torch.arange(sum(_LENGTHS)) * 7919 % model.get_input_embeddings().weight.shape[0]
+    positions = torch.cat([torch.arange(length) for length in _LENGTHS])
     common = {
-        "position_ids": torch.cat([torch.arange(length) for length in _LENGTHS])[None],
+        "position_ids": positions[None],
         "attention": (attention := PackedAttention(_LENGTHS, torch.device("cpu"))),
         "use_cache": False,
     }
     middle = (count + 1) // 2
-    with passing(LayerPass(attention, kinds_of(model.config))):
+    with passing(LayerPass(attention, kinds_of(model.config), positions)):
         expected = text(input_ids=tokens[None], **common).last_hidden_state
         with _kept(text, range(middle), is_first=True, is_last=False):
             hidden = text(input_ids=tokens[None], **common).last_hidden_state

@@ -16,10 +16,10 @@ from leaderless.planner.plan_parts import PlannedNode, RoleInstance, answering
 
 # fmt: off
 UNDIVIDED = {
-    "apertus", "apertus1p5_text", "bert-generation", "biogpt", "bitnet", "codegen", "ctrl", "dbrx", "emu3", "fuyu",
-    "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "hunyuan_v1_dense", "jetmoe", "longcat_flash",
-    "minicpm3", "moshi", "moss_transcribe_diarize", "nanochat", "olmo2", "opt", "persimmon", "phi", "phi3",
-    "phi4_multimodal", "starcoder2", "whisper", "youtu",
+    "apertus", "apertus1p5_text", "bert-generation", "biogpt", "bitnet", "codegen", "ctrl", "dbrx", "emu3",
+    "falcon_mamba", "fuyu", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "hunyuan_v1_dense", "jetmoe",
+    "llama4_text", "longcat_flash", "mamba", "mamba2", "minicpm3", "moshi", "moss_transcribe_diarize", "nanochat",
+    "olmo2", "opt", "persimmon", "phi", "phi3", "phi4_multimodal", "starcoder2", "whisper", "youtu",
 }
 # fmt: on
 """Families that are supported, but whose layers ranks cannot divide along `tp`: `models/parallel/tensor.py`."""
