@@ -37,8 +37,9 @@ class JoinedCalls(NamedTuple):
     """Calls in which the tokens of a pass attend to all that they see.
 
     Attributes:
-        buckets: Blocks or cells of similar length, which are causal.
+        buckets: Blocks or cells of similar length.
         crossings: Calls to tokens before them.
+        masks: Terms of the scores of each bucket; None where all are causal.
     """
 
     buckets: LengthBuckets

@@ -117,7 +117,7 @@ def attend_within(
     return output, normalizers
 
 
-def gradients_within(
+def gradients_within(  # noqa: PLR0913, PLR0917
     form: AttentionForm,
     buckets: LengthBuckets,
     grad_output: Tensor,
@@ -171,7 +171,7 @@ def attend_some(
     return attend_by_products(form, query, key, value, mask=mask, is_causal=is_causal)
 
 
-def gradients_of_some(
+def gradients_of_some(  # noqa: PLR0913
     form: AttentionForm,
     grad_output: Tensor,
     query: Tensor,
@@ -213,7 +213,7 @@ def attend_by_products(
     return output, normalizers
 
 
-def gradients_by_products(
+def gradients_by_products(  # noqa: PLR0913
     form: AttentionForm,
     grad_output: Tensor,
     query: Tensor,
