@@ -186,7 +186,7 @@ class UnlikeLayers(NamedTuple):
 
     Attributes:
         parts: Parts of each layer, together.
-        kinds: How the tokens of each attend.
+        kinds: Kind of attention of each.
         has_indexer: Whether each of them chooses keys itself.
         heads: Heads of attention.
         recurrence: Sizes of each layer that reads by recurrence.

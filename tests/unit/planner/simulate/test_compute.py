@@ -124,11 +124,12 @@ def test_engines_that_keep_latents_read_fewer_numbers():
     ids=["all kinds", "never quadratic", "an indexer"],
 )
 def test_rows_are_balanced_by_what_layers_of_several_kinds_take(size):
-    lengths = np.array([1000, 10_000, 100_000, 1_000_000])
+    size = replace(size, num_parameters=100)  # beside which windows and recurrence count
+    lengths = np.array([100, 300, 1000, 10_000])
     rows = SimulatedRows(np.arange(4), np.zeros(4, dtype=np.int64), lengths, are_samples=False)
     flops = replace(model(), size=size).forward_flops(rows, np.zeros(4, dtype=np.int64))
     costs = sequence_cost(lengths, size.quadratic_tokens)
-    assert costs / costs[0] == pytest.approx(flops / flops[0], rel=1e-2)
+    assert costs / costs[0] == pytest.approx(flops / flops[0], rel=0.05)
 
 
 @pytest.mark.parametrize("changes", [{}, {"head_dim": 100}, {"num_experts": 8, "num_expert_parameters": 800_000}])
