@@ -49,7 +49,6 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
         "num_experts_per_tok": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
     },
-    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "qwen3_5_text": {
         "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 4,
@@ -61,7 +60,6 @@ TITLES = {
     DENSE: "Qwen2: full attention",
     "gemma3_text": "Gemma 3: windows and full attention",
     "gpt_oss": "GPT-OSS: windows, sinks and experts",
-    "lfm2": "LFM2: convolutions and full attention",
     "qwen3_5_text": "Qwen3.5: linear and full attention",
 }
 ACCURACY = "evaluation/mean@1"

@@ -279,14 +279,21 @@ def imitate(trial: Trial) -> None:
 def judge(trial: Trial) -> None:
     """The model itself says how good its answers are."""
     path = {"path": str(trial.model), "compute_dtype": "float32"}
-    asked = {"role": "judge", "rubric": {"right": "Is the number right?"}, "scale": [1, 5]}
-    asked |= {"max_answer_tokens": 64, "timeout_s": 600}
+    asked = {
+        "role": "judge",
+        "prompt": "Question: {prompt}\nAnswer: {response}\nRate the answer from {low} to {high}. Write the number only.",
+        "parse": r"([1-5])",
+        "scale": [1, 5],
+        "max_answer_tokens": 16,
+        "timeout_s": 600,
+    }
     steps = trial.train(
         {
             "models": {"policy": path, "judge": path},
             "reward": {"judge": asked},
-            "algorithm": {"kl": {"coefficient": 0.0}},
+            "guards": {"reward_failures_limit": 1.0},  # a small model may not follow the question
         }
+        | NO_REFERENCE
     )
     trial.found["reward"] = steps[-1]["reward/mean"]
     trial.found["ungraded"] = max(row["judge/failed_share"] for row in steps)
