@@ -281,7 +281,7 @@ def judge(trial: Trial) -> None:
     path = {"path": str(trial.model), "compute_dtype": "float32"}
     asked = {
         "role": "judge",
-        "prompt": "Question: {prompt}\nAnswer: {response}\nRate the answer from {low} to {high}. Write the number only.",
+        "prompt": "Question: {prompt}\nAnswer: {response}\nRate it from {low} to {high}. Write the number only.",
         "parse": r"([1-5])",
         "scale": [1, 5],
         "max_answer_tokens": 16,
