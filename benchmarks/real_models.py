@@ -291,7 +291,7 @@ def judge(trial: Trial) -> None:
         {
             "models": {"policy": path, "judge": path},
             "reward": {"judge": asked},
-            "guards": {"reward_failures_limit": 1.0},  # a small model may not follow the question
+            "guards": {"reward_failures_limit": 0.95},  # a small model may not follow the question
         }
         | NO_REFERENCE
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from tests.distributed.ranks import RankError, RankPool
+from tests.distributed.ranks import RankPool
 from tests.distributed.test_context_parallel import train
 from tests.distributed.test_training import Numbers, largest_difference
 from tests.tiny_families import FILE as FAMILIES
@@ -74,6 +74,8 @@ def generate(path: str) -> str:
     """Whether the native engine draws by the log-probabilities of the trainer: `RIGHT`, or the reason of a refusal."""
     try:
         model = load_causal_lm(ModelConfig(path=path), "policy").eval()
+        if any(kind.is_indexed for kind in model.attention_kinds):
+            return "layers with an indexer, as make_native says"
         check(model, sample(engine_of(model, max_sequences=4), temperature=1.0))
     except RecipeError as error:
         return str(error)
@@ -87,7 +89,7 @@ def judge(ranks: RankPool, family: str, folder: Path) -> dict[str, str]:
     for way in ("native engine", *WAYS):
         try:
             found[way] = divide(ranks, path, way) if way in WAYS else generate(path)
-        except (AssertionError, RankError, RuntimeError, ValueError, KeyError) as error:
+        except Exception as error:  # noqa: BLE001 - it is written down, and other ways are tried
             found[way] = f"WRONG: {type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error) else ''}"
     return found
 

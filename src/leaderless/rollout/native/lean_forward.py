@@ -234,11 +234,10 @@ def forward_of(model: CausalLM, *, enable_compile: bool) -> Forward:
     """
     assert not any(kind.is_indexed for kind in model.attention_kinds), "refused when the engine was made"
     config = model.model.config.get_text_config()
-    if config.model_type not in FAMILIES:
-        return cast("Forward", model)
     text = cast("PreTrainedModel", model.text_model)
-    layers = text.layers
-    head_dim = layers[0].self_attn.head_dim
+    if config.model_type not in FAMILIES or not hasattr(text, "layers"):  # GOT-OCR has them elsewhere
+        return cast("Forward", model)
+    head_dim = text.layers[0].self_attn.head_dim
     turned = 2 * len(text.rotary_emb.inv_freq)
     return LeanForward(model, enable_compile) if model.is_plain and turned == head_dim else cast("Forward", model)
 
