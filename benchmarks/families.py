@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--seconds", action="store_true", help="measure passes, and nothing else")
     parser.add_argument("--repeats", type=int, default=5)
     for name, size in {"hidden": 512, "layers": 4, "window": 128, "tokens": 1024, "sequences": 4}.items():
-        parser.add_argument(f"--{name}", type=int, default=size, help="with --seconds")
+        parser.add_argument(f"--{name}", type=int, default=size, help="size for --seconds")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     results = json.loads(options.results.read_text()) if options.results.exists() else {"curves": {}}
