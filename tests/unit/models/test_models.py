@@ -127,9 +127,6 @@ REFUSED = {
     "rotary embeddings that depend on the pass": transformers.Qwen2Config(
         rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, **SIZES
     ),
-    "states from which layers do not continue": transformers.MambaConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4
-    ),
 }
 
 

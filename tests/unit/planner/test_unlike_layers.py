@@ -266,7 +266,7 @@ def recorded(family: str, dtype: torch.dtype) -> Recorded:
     model = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation=ATTENTION_NAME).eval()
     decoder, tokens = CausalLM(model.to(dtype)), torch.arange(9)
     found = Recorded(len(tokens))
-    with torch.no_grad(), passing(LayerPass(found, decoder.attention_kinds)):
+    with torch.no_grad(), passing(LayerPass(found, decoder.attention_kinds, tokens)):
         decoder.text_model(input_ids=tokens[None], position_ids=tokens[None], use_cache=False, attention=found)
     return found
 
@@ -306,7 +306,7 @@ def layer_of(family: str, folder: Path, **settings: object) -> tuple[ModelSize, 
     )
     model = AutoModelForCausalLM.from_config(config)
     module = next(one for one in model.modules() if is_mixer(one))
-    return size_of(written(config, folder)), RecurrentLayer(module).read, module
+    return size_of(written(config, folder)), RecurrentLayer(module).mixer, module
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -26,8 +26,7 @@ from leaderless.rollout.engine import Completion, Request, SamplingParams
 from leaderless.rollout.native import engine as native
 from leaderless.rollout.native import kv_cache, later_parts
 from leaderless.rollout.native.engine import NativeEngine
-from leaderless.rollout.native.kv_cache import Segment, Slots
-from leaderless.rollout.native.later_parts import PromptPart
+from leaderless.rollout.native.kv_cache import PromptPart, Segment, Slots
 from leaderless.rollout.native.segment_attention import PrefillAttention
 
 PARAMS = SamplingParams(SamplingConfig(temperature=1.2), max_tokens=6)

@@ -164,7 +164,7 @@ def test_a_long_prompt_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     plan = segment_attention.PrefillAttention.__init__
 
     def watched(
-        self: segment_attention.PrefillAttention, parts: list[later_parts.PromptPart], device: torch.device
+        self: segment_attention.PrefillAttention, parts: list[kv_cache.PromptPart], device: torch.device
     ) -> None:
         sizes.append(sum(part.count for part in parts))
         plan(self, parts, device)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import groupby, pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -97,17 +98,15 @@ class JoinedAttention:
     def _calls_of(self, kind: AttentionKind) -> JoinedCalls:
         longest = max(len(block.before) + len(block.own) for block in self._blocks)
         if kind.first_key(longest - 1) == 0:
-            groups = ((before, list(blocks)) for before, blocks in self._groups())
-            return JoinedCalls(
-                self._buckets, [Crossing(_slice(before), _slice(_whole(blocks))) for before, blocks in groups if before]
-            )
+            groups = [(before, [*blocks]) for before, blocks in groupby(self._blocks, attrgetter("before")) if before]
+            whole = [
+                Crossing(slice(before.start, before.stop), slice(blocks[0].own.start, blocks[-1].own.stop))
+                for before, blocks in groups
+            ]
+            return JoinedCalls(self._buckets, whole)
         cells = [_cells(kind, block) for block in self._blocks]
         buckets = LengthBuckets([len(cell) for some in cells for cell in some], self._device)
         return JoinedCalls(buckets, [*self._between_cells(kind, cells), *self._to_prompts(kind)])
-
-    def _groups(self) -> Iterator[tuple[range, Iterator[PromptBlock]]]:
-        """Blocks with the same prompt before them."""
-        return groupby(self._blocks, lambda block: block.before)
 
     def _between_cells(self, kind: AttentionKind, cells: Sequence[Sequence[range]]) -> Iterator[Crossing]:
         """Calls from the cells of a window to those before them, together for cells of the same length."""
@@ -121,17 +120,18 @@ class JoinedAttention:
 
     def _to_prompts(self, kind: AttentionKind) -> Iterator[Crossing]:
         """Calls from the first cells of continuations to what they see of their prompts."""
-        for before, blocks in self._groups():
+        for before, blocks in groupby(self._blocks, attrgetter("before")):
             if not before:
                 continue
-            siblings = list(blocks)
+            siblings = [*blocks]
             first = kind.first_key(len(before)) + before.start
             if kind.first_key(len(before) + max(len(block.own) for block in siblings) - 1) == 0:
-                yield Crossing(_slice(before), _slice(_whole(siblings)))
+                rest = slice(siblings[0].own.start, siblings[-1].own.stop)
+                yield Crossing(slice(before.start, before.stop), rest)
             elif kind.window is None:
-                rest = [place for block in siblings for place in _cells(kind, block)[0]]
                 if first < before.stop:
-                    yield Crossing(slice(first, before.stop), placed(torch.tensor([rest]), self._device))
+                    cells = torch.tensor([[place for block in siblings for place in _cells(kind, block)[0]]])
+                    yield Crossing(slice(first, before.stop), placed(cells, self._device))
             else:
                 begins = dict[int, list[int]]()
                 for block in siblings:
@@ -169,15 +169,6 @@ def _cells(kind: AttentionKind, block: PromptBlock) -> list[range]:
     assert size is not None
     edges = [block.own.start, *range(block.own.start + first, block.own.stop, size), block.own.stop]
     return [range(begin, end) for begin, end in pairwise(edges)]
-
-
-def _whole(siblings: Sequence[PromptBlock]) -> range:
-    """The places of blocks that follow one another."""
-    return range(siblings[0].own.start, siblings[-1].own.stop)
-
-
-def _slice(places: range) -> slice:
-    return slice(places.start, places.stop)
 
 
 class _Context(FunctionCtx):

@@ -39,9 +39,6 @@ class Crossing(NamedTuple):
     queries: slice | Tensor
     is_causal: bool = False
 
-    def _keys(self, values: Tensor, count: int) -> Tensor:
-        return _take(values, self.keys).expand(count, -1, -1, -1)
-
     def attend(
         self,
         form: AttentionForm,
@@ -53,7 +50,7 @@ class Crossing(NamedTuple):
     ) -> None:
         """Join attention to these keys to results, [T, query_heads, head_dim], and normalizers, in place."""
         q, rest = _take(query, self.queries), self.queries
-        k, v = (self._keys(values, len(q)) for values in (key, value))
+        k, v = (_take(values, self.keys).expand(len(q), -1, -1, -1) for values in (key, value))
         other, other_normalizers = (_put(one, rest) for one in attend_some(form, q, k, v, is_causal=self.is_causal))
         whole = torch.logaddexp(normalizers[rest], other_normalizers)
         share = (other_normalizers - whole).exp_().unsqueeze(-1).to(output.dtype)
@@ -76,7 +73,7 @@ class Crossing(NamedTuple):
     ) -> None:
         """Add what these keys contribute to the gradients of queries, keys and values, by the results for all keys."""
         gradient, q, *joined = (_take(values, self.queries) for values in (grad_output, query, output, normalizers))
-        k, v = (self._keys(values, len(q)) for values in (key, value))
+        k, v = (_take(values, self.keys).expand(len(q), -1, -1, -1) for values in (key, value))
         parts = gradients_of_some(form, gradient, q, k, v, *joined, is_causal=self.is_causal)
         for grad, places, part in zip(grads, (self.queries, self.keys, self.keys), parts, strict=True):
             grad[places] += _put(part, places)

@@ -27,8 +27,7 @@ from leaderless.rollout.engine import (
     check_probe,
     has_stopped,
 )
-from leaderless.rollout.native.kv_cache import LayerKeysValues, Segment, SegmentStore, Store
-from leaderless.rollout.native.later_parts import PromptPart
+from leaderless.rollout.native.kv_cache import LayerKeysValues, PromptPart, Segment, SegmentStore, Store
 from leaderless.rollout.native.lean_forward import forward_of
 from leaderless.rollout.native.prompts import (
     CachedPrompt,

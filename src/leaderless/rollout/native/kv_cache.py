@@ -53,6 +53,26 @@ class Segment:
     states: dict[int, LayerStates] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class PromptPart:
+    """The `count` tokens of a text that one pass reads, after `begin` tokens that were read earlier.
+
+    Those of a response come after all of a prompt that it shares, which has a segment to itself. Of a text that begins
+    with this part, the first `num_both` tokens attend to one another in both directions.
+    """
+
+    segment: Segment
+    begin: int
+    count: int
+    prompt: Segment | None = None
+    num_both: int = 0
+
+    @property
+    def position(self) -> int:
+        """Position of the first of the tokens; 0 if the part begins a text."""
+        return self.begin + (self.prompt.length if self.prompt else 0)
+
+
 class KeyValueStore(Protocol):
     """Where the keys and values of segments lie."""
 

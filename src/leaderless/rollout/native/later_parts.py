@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,32 +14,12 @@ from leaderless.models.attention.packed import attend_padded
 from leaderless.models.attention.some_keys import attend_some
 from leaderless.models.uploads import placed
 from leaderless.planner.memory.attention_kinds import FULL, AttentionKind
-from leaderless.rollout.native.kv_cache import Segment, Slots, tokens_at
+from leaderless.rollout.native.kv_cache import PromptPart, Segment, Slots, tokens_at
 
 QUERY_BLOCK = 1024
 """Most queries of a later part that attend at a time, so that masks stay small."""
 KEY_BLOCK = 1 << 16
 """Most keys of all segments that later parts attend to at a time; some kernels copy them for each query head."""
-
-
-@dataclass(frozen=True)
-class PromptPart:
-    """The `count` tokens of a text that one pass reads, after `begin` tokens that were read earlier.
-
-    Those of a response come after all of a prompt that it shares, which has a segment to itself. Of a text that begins
-    with this part, the first `num_both` tokens attend to one another in both directions.
-    """
-
-    segment: Segment
-    begin: int
-    count: int
-    prompt: Segment | None = None
-    num_both: int = 0
-
-    @property
-    def position(self) -> int:
-        """Position of the first of the tokens; 0 if the part begins a text."""
-        return self.begin + (self.prompt.length if self.prompt else 0)
 
 
 class Block(NamedTuple):
@@ -129,6 +109,13 @@ class AfterPrompt:
         keys, values = (torch.cat([own[:, 0] for own in tensors], 1)[None] for tensors in both)
         block = query[self._rows].transpose(0, 1)[None]
         output[self._rows] = attend_seen(block, keys, values, self._is_seen, form)[0].transpose(0, 1)
+
+
+def calls_of(later: Sequence[Block], device: torch.device) -> list[LaterBlocks | AfterPrompt]:
+    """The calls in which blocks attend to all tokens before them."""
+    alone = grouped([block for block in later if block.part.prompt is None])
+    after = [piece for block in later if block.part.prompt is not None for piece in split(block)]
+    return [*(LaterBlocks(group, device) for group in alone), *(AfterPrompt(block, device) for block in after)]
 
 
 class _Before(NamedTuple):

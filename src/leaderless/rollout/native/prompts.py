@@ -15,8 +15,7 @@ from leaderless.data.prompts.images import PromptImage, num_alike
 from leaderless.models.attention.shared_prompts import Family
 from leaderless.models.vision.mrope import grid_positions
 from leaderless.rollout.engine import Completion, SamplingParams
-from leaderless.rollout.native.kv_cache import Segment, StateBatches, Store
-from leaderless.rollout.native.later_parts import PromptPart
+from leaderless.rollout.native.kv_cache import PromptPart, Segment, StateBatches, Store
 from leaderless.rollout.native.segment_attention import SharedPrompts
 
 Key = tuple[tuple[int, ...], tuple[PromptImage, ...], int]

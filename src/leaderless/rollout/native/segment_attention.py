@@ -20,13 +20,14 @@ from leaderless.models.uploads import placed
 from leaderless.planner.memory.attention_kinds import AttentionKind
 from leaderless.rollout.native.kv_cache import (
     KeyValueStore,
+    PromptPart,
     Segment,
     SegmentStore,
     Slots,
     StateBatches,
     tokens_at,
 )
-from leaderless.rollout.native.later_parts import AfterPrompt, Block, InWindow, LaterBlocks, PromptPart, grouped, split
+from leaderless.rollout.native.later_parts import Block, InWindow, calls_of, split
 
 
 class _Seen(NamedTuple):
@@ -279,11 +280,7 @@ class PrefillAttention:
         first = [part for part in parts if not part.position]
         self._num_first, self._first = sum(part.count for part in first), _first_attention(first, device)
         later = [block for block in self._blocks if block.part.position]
-        after = [piece for block in later if block.part.prompt is not None for piece in split(block)]
-        self._later: list[LaterBlocks | AfterPrompt] = [
-            LaterBlocks(group, device) for group in grouped([x for x in later if x.part.prompt is None])
-        ]
-        self._later += [AfterPrompt(block, device) for block in after]
+        self._later = calls_of(later, device) if later else []
 
     @cached_property
     def _in_windows(self) -> list[InWindow]:
