@@ -49,6 +49,7 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
         "num_experts_per_tok": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "qwen3_5_text": {
         "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 4,
@@ -60,6 +61,7 @@ TITLES = {
     DENSE: "Qwen2: full attention",
     "gemma3_text": "Gemma 3: windows and full attention",
     "gpt_oss": "GPT-OSS: windows, sinks and experts",
+    "lfm2": "LFM2: convolutions and full attention",
     "qwen3_5_text": "Qwen3.5: linear and full attention",
 }
 ACCURACY = "evaluation/mean@1"
@@ -181,15 +183,16 @@ def table(results: Mapping[str, Any]) -> str:
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     seconds = results.get("passes", {}).get("seconds", {})
-    for family, found in results["curves"].items():
-        (_, before), *_, (_, after) = found["accuracy"]
-        line = f"| {TITLES[family]} | {found['parameters']:,} | {before:.1%} | {after:.1%} "
-        line += f"| {found['mismatch']:.1g} |"
+    for family, title in TITLES.items():
+        cells = ["–"] * 6
+        if (found := results["curves"].get(family)) is not None:
+            (_, before), *_, (_, after) = found["accuracy"]
+            cells[:4] = [f"{found['parameters']:,}", f"{before:.1%}", f"{after:.1%}", f"{found['mismatch']:.1g}"]
         if family in seconds:
             ratios = sorted(own / dense for own, dense in zip(seconds[family], seconds[DENSE], strict=True))
-            spread = f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-            line += f" {median(seconds[family]):.2f} s | {spread if family != DENSE else '1'} |"
-        lines.append(line if family in seconds else f"{line} – | – |")
+            spread = "1" if family == DENSE else f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            cells[4:] = [f"{median(seconds[family]):.2f} s", spread]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
