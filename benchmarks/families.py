@@ -48,6 +48,7 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "initializer_range": 0.06,  # with weights as small as usual, so small a model takes thousands of steps
     },
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "qwen3_5_text": {
