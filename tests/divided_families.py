@@ -26,6 +26,7 @@ from tests.unit.rollout.test_native_engine import engine_of, sample
 from leaderless.config import RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.models.causal_lm import load_causal_lm
+from leaderless.planner.checks.model_files import UNDIVIDED
 
 FILE = FAMILIES.with_name("divided_families.json")
 """What becomes of each family, by way."""
@@ -88,6 +89,9 @@ def judge(ranks: RankPool, family: str, folder: Path) -> dict[str, str]:
     path, found = str(folder), {}
     for way in ("native engine", *WAYS):
         try:
+            if way == "tp" and family in UNDIVIDED:
+                found[way] = "not divided, as the planner says"
+                continue
             found[way] = divide(ranks, path, way) if way in WAYS else generate(path)
         except Exception as error:  # noqa: BLE001 - it is written down, and other ways are tried
             found[way] = f"WRONG: {type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error) else ''}"
