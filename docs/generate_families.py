@@ -29,7 +29,8 @@ step. Of models with images or sound, only the text part was tried.
 TABLE = """The native engine draws tokens by the log-probabilities of the trainer (to 1e-5). Two ranks have the scores,
 the gradient's norm and the new weights of one rank (to 1e-5) where they divide weights and samples, with all weights
 or with adapters, layers (`tp`), the tokens of sequences (`cp`) or experts (`ep`). Mixtures are divided along `ep`, too,
-where `tp` asks for it. A dash means that a family is refused by name before the first step, or has no experts.
+where `tp` asks for it. A dash means that a family is refused by name before the first step, or has no experts, and a
+cross that it is accepted, and its processes fail.
 `python -m tests.divided_families` tries all of it. vLLM and SGLang are not part of the table: they have been tried
 with the families that their pages name.
 """
@@ -66,4 +67,4 @@ def families_page() -> str:
 def _cells(found: dict[str, str] | None) -> list[str]:
     if found is None:
         return ["not tried"] * len(WAYS)
-    return ["✓" if found[way] == "right" else "–" for way in WAYS]
+    return ["✓" if found[way] == "right" else "✗" if found[way].startswith("WRONG") else "–" for way in WAYS]
