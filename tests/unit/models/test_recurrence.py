@@ -16,6 +16,7 @@ from torch import Tensor
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.distributed.transport import ProcessGroup
+from leaderless.models.attention import recurrence
 from leaderless.models.attention.joined import JoinedAttention
 from leaderless.models.attention.recurrence import LayerStates, SteppedMixer
 from leaderless.models.attention.shared_prompts import Family, blocks_of
@@ -135,3 +136,14 @@ def test_adapters_of_such_layers_have_no_dropout(tmp_path: Path) -> None:
         load_causal_lm(ModelConfig(path=str(tmp_path), lora=lora), "policy")
     own = lora | {"targets": ["q_proj", "v_proj"]}
     load_causal_lm(ModelConfig(path=str(tmp_path), lora=own), "policy")
+
+
+def test_layers_that_do_not_continue_from_their_states_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mixers of Mamba 1 would be such layers, if they were given several tokens at a time."""
+    write_family(tiny_config("mamba"), tmp_path)
+    load_causal_lm(ModelConfig(path=str(tmp_path)), "policy")
+    monkeypatch.setattr(recurrence, "_OF_MAMBA_1", "no such part")
+    with pytest.raises(RecipeError, match="MambaMixer do not continue from their states"):
+        load_causal_lm(ModelConfig(path=str(tmp_path)), "policy")

@@ -34,7 +34,7 @@ class Block(NamedTuple):
         return self.part.begin + self.part.count
 
 
-def grouped(later: Sequence[Block]) -> Iterator[list[Block]]:
+def _grouped(later: Sequence[Block]) -> Iterator[list[Block]]:
     """Group what attends in one call: short parts in slots of one size, at least half as long as the longest of them.
 
     The blocks of a longer part attend one after the other.
@@ -113,7 +113,7 @@ class AfterPrompt:
 
 def calls_of(later: Sequence[Block], device: torch.device) -> list[LaterBlocks | AfterPrompt]:
     """The calls in which blocks attend to all tokens before them."""
-    alone = grouped([block for block in later if block.part.prompt is None])
+    alone = _grouped([block for block in later if block.part.prompt is None])
     after = [piece for block in later if block.part.prompt is not None for piece in split(block)]
     return [*(LaterBlocks(group, device) for group in alone), *(AfterPrompt(block, device) for block in after)]
 
