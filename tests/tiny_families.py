@@ -106,6 +106,7 @@ _OWN: Mapping[str, Mapping[str, object]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {"no_rope_layers": [1, 0], "floor_scale": 2},
+    "longcat_flash": {"zero_expert_num": 2},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 8},
     "mpt": {"attn_config": {}},

@@ -32,6 +32,7 @@ from leaderless.models.attention.in_passes import compute_in_passes
 from leaderless.models.attention.packed import ATTENTION_NAME, Attention
 from leaderless.models.attention.shared_prompts import Family, PrefixAttention, attention_over
 from leaderless.models.gradient_checkpointing import recompute_layers
+from leaderless.models.identity_experts import give_weights_gradients
 from leaderless.models.loading.support import (
     NotFiniteError,
     attention_names,
@@ -125,6 +126,7 @@ class Decoder(Shardable):
         """Wrap a model that was loaded with this package's attention; weights keep their names."""
         super().__init__(model, model.get_input_embeddings().weight.shape[0])
         compute_in_passes(model)
+        give_weights_gradients(model)
         self.vocabulary_part: VocabularyPart | None = None
         """Words of which this rank has the embeddings for logits; all without it."""
         self.ignores_images = False

@@ -1,0 +1,31 @@
+"""Families whose layers differ from most: ranks that divide them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.distributed.ranks import RankPool
+from tests.distributed.test_context_parallel import train
+from tests.distributed.test_training import largest_difference
+from tests.tiny_families import tiny_config, write_family
+
+EXPERTS = {"zero_expert_num": 64}
+"""Almost all tokens go through experts that compute nothing, and many passes through no others."""
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "sizes"),
+    [
+        ("longcat_flash", EXPERTS, {"dp": 2}),
+        ("longcat_flash", EXPERTS, {"dp": 1, "cp": 2}),
+    ],
+    ids=str,
+)
+def test_ranks_that_divide_a_family_compute_what_one_rank_does(
+    ranks: RankPool, tmp_path: Path, family: str, settings: dict[str, object], sizes: dict[str, int]
+) -> None:
+    write_family(tiny_config(family, **settings), tmp_path)
+    (expected,) = ranks.once(1, train, str(tmp_path), {"dp": 1}, 64, {})
+    found = ranks.run(2, train, str(tmp_path), sizes, 64, {})
+    assert largest_difference(found, expected) < 1e-5
