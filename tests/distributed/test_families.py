@@ -19,6 +19,7 @@ EXPERTS = {"zero_expert_num": 64}
     [
         ("longcat_flash", EXPERTS, {"dp": 2}),
         ("longcat_flash", EXPERTS, {"dp": 1, "cp": 2}),
+        ("mamba", {}, {"dp": 2}),  # its layers have parts that `transformers` names next to them
     ],
     ids=str,
 )

@@ -231,9 +231,15 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         return ConvertedWeights(self.model, self.compute_dtype, self.model.float32_modules(), kept)
 
     def _layers(self) -> list[nn.Module]:
-        """The decoder layers, and the layers of the vision tower."""
+        """The decoder layers, and the layers of the vision tower, but nothing within them, as the mixers of Mamba."""
         names = set(getattr(self.model.model, "_no_split_modules", None) or ())
-        return [module for module in self.model.modules() if type(module).__name__ in names]
+        layers: list[nn.Module] = []
+        within = set[nn.Module]()
+        for module in self.model.modules():  # those within a module come after it
+            if type(module).__name__ in names and module not in within:
+                layers.append(module)
+                within.update(module.modules())
+        return layers
 
     @override
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
