@@ -14,6 +14,7 @@ WAYS = {
     "tp": "`tp`",
     "cp": "`cp`",
     "ep": "`ep`",
+    "export": "export",
 }
 """Columns of the table of those that are right, by what they are called in the results."""
 HEAD = """# Model families
@@ -29,8 +30,10 @@ step. Of models with images or sound, only the text part was tried.
 TABLE = """The native engine draws tokens by the log-probabilities of the trainer (to 1e-5). Two ranks have the scores,
 the gradient's norm and the new weights of one rank (to 1e-5) where they divide weights and samples, with all weights
 or with adapters, layers (`tp`), the tokens of sequences (`cp`) or experts (`ep`). Mixtures are divided along `ep`, too,
-where `tp` asks for it. A dash means that a family is refused by name before the first step, or has no experts, and a
-cross that it is accepted, and its processes fail.
+where `tp` asks for it. What `leaderless export` makes of a checkpoint that two ranks have written after an update is
+loaded by `transformers`: it has the weights of the trainer, bit for bit, and its log-probabilities (to 1e-5). A dash
+means that a family is refused by name before the first step, or has no experts, and a cross that it is accepted, and
+its numbers are wrong or its processes fail.
 `python -m tests.divided_families` tries all of it. vLLM and SGLang are not part of the table: they have been tried
 with the families that their pages name.
 """
@@ -67,4 +70,10 @@ def families_page() -> str:
 def _cells(found: dict[str, str] | None) -> list[str]:
     if found is None:
         return ["not tried"] * len(WAYS)
-    return ["✓" if found[way] == "right" else "✗" if found[way].startswith("WRONG") else "–" for way in WAYS]
+    return [_cell(found.get(way)) for way in WAYS]
+
+
+def _cell(verdict: str | None) -> str:
+    if verdict is None:
+        return "not tried"
+    return "✓" if verdict == "right" else "✗" if verdict.startswith("WRONG") else "–"

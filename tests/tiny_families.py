@@ -269,7 +269,7 @@ def write_family(config: PretrainedConfig, folder: Path) -> None:
 def _compare(engine: FsdpEngine, reference: PreTrainedModel) -> None:
     batch = random_samples([(5, 4), (5, 6), (4, 3), (6, 7)], siblings=2)
     found, again = engine.log_probs(batch).values, engine.log_probs(batch).values
-    expected = torch.cat(list(_log_probs(reference, batch)))
+    expected = torch.cat(list(log_probs_of(reference, batch)))
     assert torch.equal(found, again), "two passes differ"
     torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
     add_gradients(engine, batch, lambda outputs, _: -outputs.log_probs.sum())
@@ -285,7 +285,7 @@ def _compare(engine: FsdpEngine, reference: PreTrainedModel) -> None:
         )
 
 
-def _log_probs(model: PreTrainedModel, batch: Batch) -> Iterator[Tensor]:
+def log_probs_of(model: PreTrainedModel, batch: Batch) -> Iterator[Tensor]:
     """Log-probabilities of sampled tokens by a model's own forward pass, sample by sample."""
     columns = (batch.jagged(name).to_lists() for name in ("prompt_tokens", "tokens"))
     for prompt, response in zip(*columns, strict=True):

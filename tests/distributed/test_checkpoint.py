@@ -69,12 +69,17 @@ def whole(engine: FsdpEngine) -> Whole:
 
 
 def writer_of(
-    folder: str, engine: FsdpEngine, transport: Transport, model: str, config: CheckpointConfig | None = None
+    folder: str,
+    engine: FsdpEngine,
+    transport: Transport,
+    model: str,
+    config: CheckpointConfig | None = None,
+    timeout_s: float = 5.0,
 ) -> CheckpointWriter:
     tokenizer = load_tokenizer(ModelConfig(path=model), "policy")
     config = config or CheckpointConfig(keep=2)
     texts = {"recipe.yaml": "name: x"}
-    return CheckpointWriter(Path(folder), {"policy": engine}, transport.world, tokenizer, config, 5.0, texts)
+    return CheckpointWriter(Path(folder), {"policy": engine}, transport.world, tokenizer, config, timeout_s, texts)
 
 
 def save(writer: CheckpointWriter, step: int, data_position: int = 0, **metrics: float) -> None:
