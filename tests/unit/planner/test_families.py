@@ -56,7 +56,7 @@ def test_scores_and_gradients_are_those_of_the_family_or_it_is_refused(tmp_path:
     assert (neutral is not None and neutral.is_right) == ("otherwise" in listed), neutral
 
 
-DIVISIBLE = {"gemma", "glm", "granite", "mistral", "olmo2", "phi", "phi3", "smollm3", "whisper"}
+DIVISIBLE = {"gemma", "gemma3_text", "glm", "granite", "mistral", "olmo2", "phi", "phi3", "smollm3", "whisper"}
 """Families that `make test` tries to divide."""
 
 

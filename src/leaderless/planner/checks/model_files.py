@@ -16,10 +16,13 @@ from leaderless.planner.plan_parts import PlannedNode, RoleInstance, answering
 
 # fmt: off
 UNDIVIDED = {
-    "apertus", "apertus1p5_text", "bert-generation", "biogpt", "bitnet", "codegen", "ctrl", "dbrx", "emu3",
-    "falcon_mamba", "fuyu", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "hunyuan_v1_dense", "jetmoe",
-    "llama4_text", "longcat_flash", "mamba", "mamba2", "minicpm3", "moshi", "moss_transcribe_diarize", "nanochat",
-    "olmo2", "opt", "persimmon", "phi", "phi3", "phi4_multimodal", "starcoder2", "whisper", "youtu",
+    "apertus", "apertus1p5_text", "bamba", "beam", "bert-generation", "biogpt", "bitnet", "codegen", "ctrl", "dbrx",
+    "dots3_note", "dots3_note_text", "emu3", "falcon_h1", "falcon_mamba", "flint", "fuyu", "gemma2", "gemma3",
+    "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "glm", "glm4",
+    "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite_swa", "hunyuan_v1_dense", "jetmoe", "lfm2",
+    "lfm2_moe", "lfm3", "llama4", "llama4_text", "longcat_flash", "mamba", "mamba2", "minicpm3", "moshi",
+    "moss_transcribe_diarize", "nanochat", "olmo2", "olmo3", "olmo_hybrid", "opt", "persimmon", "phi", "phi3",
+    "phi4_multimodal", "qwen3_5", "qwen3_5_text", "stablelm", "starcoder2", "vaultgemma", "whisper", "youtu",
 }
 # fmt: on
 """Families that are supported, but whose layers ranks cannot divide along `tp`: `models/parallel/tensor.py`."""
