@@ -38,6 +38,7 @@ def test_ranks_that_divide_a_family_compute_what_one_rank_does(
     [
         ("deepseek_v3", {"dp": 2}),  # biases of routers, which training does not change
         ("deepseek_v3", {"dp": 1, "pp": 2}),  # these are on the second stage
+        ("emu3", {"dp": 2}),  # not known by its text part
         ("gemma3_text", {"dp": 2}),  # words that are tied
     ],
     ids=str,

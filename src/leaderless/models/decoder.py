@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
     modeling_utils,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 from typing_extensions import override
 
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
 
 ALIGNMENT_BYTES = 64
 """Addresses of tensors that torch allocates on the CPU are multiples of it."""
+WHOLE = "description_of_all_parts"
+"""Attribute of the text part of a model, of which `transformers` knows only the whole as a language model."""
 SCALAR_HEAD = ("score.weight", "score.bias")
 """Name in `transformers` of the head of a token or sequence classifier."""
 
@@ -238,7 +241,7 @@ class Decoder(Shardable):
 
     @override
     def write_description(self, folder: Path) -> None:
-        self.model.config.save_pretrained(folder)
+        save_description(self.model, folder)
         if getattr(self.model, "generation_config", None) is not None:  # classifiers do not generate
             self.model.generation_config.save_pretrained(folder)
 
@@ -285,6 +288,7 @@ def load_decoder(
     lacking = sorted(missing - {*SCALAR_HEAD} if has_scalar_head else missing)
     if lacking:
         raise RecipeError.at(key, f"'{config.path}' lacks {len(lacking)} of its weights, as {lacking[0]}")
+    keep_description(model, described, auto_class)
     for name, parameter in model.named_parameters():
         if name in missing:
             nn.init.zeros_(parameter)
@@ -363,11 +367,24 @@ def empty_decoder(
             trust_remote_code=config.trust_remote_code,
         )
         add_adapters(model, config, key)
+    keep_description(model, described, auto_class)
     model.requires_grad_(False)
     if has_adapters:
         give_adapters_values(model, config, key)
     _prepare(model.eval(), key, gradient_checkpointing=has_adapters and config.gradient_checkpointing)
     return model
+
+
+def keep_description(model: PreTrainedModel, described: PreTrainedConfig, auto_class: type[AutoModel]) -> None:
+    """Describe a model, such as Emu3, as it was described, if `transformers` could not load its text part as such."""
+    is_part = auto_class is AutoModelForCausalLM and type(model.config) is not type(described)
+    if is_part and type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        setattr(model, WHOLE, described)
+
+
+def save_description(model: PreTrainedModel, folder: Path) -> None:
+    """Write the `config.json` with which `transformers` loads a model."""
+    getattr(model, WHOLE, model.config).save_pretrained(folder)
 
 
 @contextmanager

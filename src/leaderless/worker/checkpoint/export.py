@@ -25,7 +25,7 @@ from transformers import (
 from leaderless.base.named_functions import load_own
 from leaderless.config import RecipeError
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.decoder import class_for
+from leaderless.models.decoder import class_for, keep_description, save_description
 from leaderless.models.lora.linear import merge_adapters, write_adapters
 from leaderless.models.value_model import load_value_model
 from leaderless.planner.graph.adapters import CONFIG_FILE, described
@@ -107,10 +107,12 @@ def _write_whole(source: Path, out: Path, *, is_critic: bool) -> None:
         auto_class = AutoModelForTokenClassification if is_critic else AutoModelForCausalLM
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         model = _empty_model(class_for(config, auto_class, "models"), config)
+        keep_description(model, config, auto_class)
     read_tensors(source, {f"weights.{name}": one.detach() for name, one in model.named_parameters()})
     if (source / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(source)
     model.save_pretrained(out)
+    save_description(model, out)
 
 
 def _is_reward_model(source: Path) -> bool:
@@ -154,6 +156,7 @@ def _write_adapted(source: Path, role: str, out: Path, *, merge: bool, is_critic
             for name, weight in whole.named_parameters():
                 weight.data = own[name].data
         whole.save_pretrained(out)
+        save_description(whole, out)
     else:
         assert config.lora is not None
         write_adapters(out, weights, config)
