@@ -34,6 +34,7 @@ from leaderless.models.attention.packed import ATTENTION_NAME, Attention
 from leaderless.models.attention.shared_prompts import Family, PrefixAttention, attention_over
 from leaderless.models.gradient_checkpointing import recompute_layers
 from leaderless.models.identity_experts import give_weights_gradients
+from leaderless.models.loading.saved_buffers import saved_buffers, write_buffers
 from leaderless.models.loading.support import (
     NotFiniteError,
     attention_names,
@@ -136,6 +137,8 @@ class Decoder(Shardable):
         """Whether a pass may have images that a model of text does not see."""
         self.attention_kinds = kinds_of(model.config)
         """How the tokens of each layer attend to those before them."""
+        self.saved_buffers = saved_buffers(model)
+        """What all layers have besides weights, also the layers that other ranks have."""
 
     @property
     def is_plain(self) -> bool:
@@ -244,6 +247,7 @@ class Decoder(Shardable):
         save_description(self.model, folder)
         if getattr(self.model, "generation_config", None) is not None:  # classifiers do not generate
             self.model.generation_config.save_pretrained(folder)
+        write_buffers(folder, self.saved_buffers)
 
 
 def load_decoder(

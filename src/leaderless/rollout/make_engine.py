@@ -24,7 +24,7 @@ from leaderless.distributed.remote.messages import Settings
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm
 from leaderless.models.decoder import load_model_config, reserved_tokens
-from leaderless.models.loading.sharded_loading import open_model
+from leaderless.models.loading.sharded_loading import fill_buffers, open_model
 from leaderless.models.loading.support import reads_both_ways
 from leaderless.models.loading.tokenizer import end_tokens
 from leaderless.models.loading.weight_sources import saved_form
@@ -167,7 +167,7 @@ def make_native(setup: RolloutSetup) -> RolloutEngine:
 def _native_model(setup: RolloutSetup) -> CausalLM:
     """A model without weights; under adapters, with the weights of its folder, or of a donor."""
     if setup.model.lora is None:
-        return empty_causal_lm(setup.model, setup.role)
+        return _empty_model(setup)
     if setup.donor is not None and not isinstance(setup.donor, VisionLM):
         model = empty_causal_lm(setup.model, setup.role, has_adapters=True)
         share_weights(model.model, setup.donor.model)
@@ -176,6 +176,13 @@ def _native_model(setup: RolloutSetup) -> CausalLM:
     for parameter in model.parameters():  # without values yet, except for adapters
         parameter.data = parameter.data.to(getattr(torch, setup.model.compute_dtype))
     model.complete(lambda _, weight: weight, setup.device)
+    return model
+
+
+def _empty_model(setup: RolloutSetup) -> CausalLM:
+    """A model without weights, but with all that its files have besides."""
+    model = empty_causal_lm(setup.model, setup.role)
+    fill_buffers(model, setup.model, setup.role)
     return model
 
 
@@ -209,9 +216,9 @@ def _make_external(name: str, title: str, setup: RolloutSetup) -> RolloutEngine:
         engine.most_support = engine_of(name).most_support or 0
     if setup.records_experts:
         engine.experts_per_token = len(settings.expert_layers) * settings.experts_per_token
-    size = read_model_size(setup.model)
-    if size is None or size.num_experts:
-        engine.form = saved_form(setup.model, setup.role)
+    if not settings.adapters:  # else it reads its weights from the model's folder
+        engine.form, own = saved_form(setup.model, setup.role), _empty_model(setup).saved_buffers
+        engine.buffers = dict(part for name, value in own.items() for part in engine.form(name, value))
     return engine
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import cast
@@ -152,9 +152,13 @@ class HostStaging(LocalStaging):
 
 
 def make_buckets(
-    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *stagings: LocalStaging, max_bytes: int = BUCKET_BYTES
+    named: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    *stagings: LocalStaging,
+    max_bytes: int = BUCKET_BYTES,
+    exact: Collection[str] = (),
 ) -> Iterator[WeightBucket]:
-    """Pack whole weights in the type in which the engine computes.
+    """Pack whole weights in the type in which the engine computes; those with `exact` names are packed as they are.
 
     The stagings take turns, so a caller with one has to use each bucket before it asks for the next, and a caller with
     two the one before. A weight larger than `max_bytes` has a bucket to itself. An accelerator may still be copying:
@@ -164,12 +168,13 @@ def make_buckets(
     end, turns = 0, cycle(stagings)
     staging = next(turns)
     for name, tensor in named:
-        num_bytes = tensor.numel() * dtype.itemsize
+        own_dtype = tensor.dtype if name in exact else dtype
+        num_bytes = tensor.numel() * own_dtype.itemsize
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if weights and end + size > max_bytes:
             yield WeightBucket(tuple(weights), staging.room(max_bytes)[:end])
             weights, end, staging = [], 0, next(turns)
-        weight = PackedWeight(name, str(dtype).removeprefix("torch."), tuple(tensor.shape), end)
+        weight = PackedWeight(name, str(own_dtype).removeprefix("torch."), tuple(tensor.shape), end)
         data = staging.room(max(max_bytes, size))
         weight.view(data).copy_(tensor)
         if size > num_bytes:  # another process computes a checksum of the gap between two weights, too

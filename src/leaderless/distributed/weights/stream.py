@@ -22,6 +22,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -57,6 +58,8 @@ class WeightStream:
         self, weights: Iterator[tuple[str, Tensor]], policy_version: int = NO_VERSION, probe: Probe | None = None
     ) -> None:
         self._weights, self.policy_version, self.probe = weights, policy_version, probe
+        self.exact: frozenset[str] = frozenset()
+        """Names of what keeps its own type on the way to an engine."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self._weights
@@ -68,6 +71,11 @@ class WeightStream:
         """The same stream, which from now on has in place of each weight what a function of its name makes of it."""
         weights = self._weights
         self._weights = (new for name, tensor in weights for new in change(name, tensor))
+        return self
+
+    def followed_by(self, values: Mapping[str, Tensor]) -> WeightStream:
+        """The same stream, at whose end there is now what a model has besides weights, in its own type."""
+        self._weights, self.exact = chain(self._weights, values.items()), self.exact | values.keys()
         return self
 
     def drain(self, beat: Callable[[], None] = lambda: None) -> None:

@@ -22,7 +22,7 @@ from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.sources.hub import unreachable_hub
 from leaderless.distributed.weights.blocks import LocalWeight, whole_block
-from leaderless.models.causal_lm import language_model, load_causal_lm
+from leaderless.models.causal_lm import CausalLM, language_model, load_causal_lm
 from leaderless.models.decoder import (
     SCALAR_HEAD,
     Decoder,
@@ -118,8 +118,39 @@ def _open(config: ModelConfig, role: str, *, is_critic: bool) -> ShardedModelFil
         model = empty_decoder(auto_class, config, role, has_adapters=True, has_scalar_head=is_critic)
         sources = _sources(model, files, config, key, has_scalar_head=is_critic)
     decoder: Decoder = value_model(model, config, role) if is_critic else language_model(model, config, role)
-    decoder.complete = _Reader(model, files, sources, key).complete
+    decoder.complete = _Reader(model, files, sources, decoder.saved_buffers, key).complete
     return ShardedModelFiles(decoder, trial, files)
+
+
+def fill_buffers(model: CausalLM, config: ModelConfig, role: str) -> None:
+    """Give the buffers of a model the values in its files; its weights come from elsewhere.
+
+    Raises:
+        RecipeError: The files cannot be read, or have buffers of other sizes.
+    """
+    if not model.saved_buffers:
+        return
+    try:
+        with quiet_loading():
+            files = WeightFiles.find(config)
+            if files is not None:
+                sources = find_sources(model.model, files)
+                for name, buffer in model.saved_buffers.items():
+                    _fill(buffer, name, sources, files)
+                return
+    except (OSError, SafetensorError, ValueError, WrongSizeError) as error:
+        raise RecipeError.at(f"models.{role}", f"'{config.path}' cannot be loaded: {error}") from error
+    except UnknownFormError:
+        pass
+    whole = load_causal_lm(config, role)
+    for name, buffer in model.saved_buffers.items():
+        buffer.copy_(whole.saved_buffers[name])
+
+
+def _fill(buffer: Tensor, name: str, sources: Mapping[str, Sequence[WeightSource]], files: WeightFiles) -> None:
+    """Read a buffer that is in the files."""
+    for source in sources.get(name, ()):
+        source.read(files, whole_block(tuple(buffer.shape)), buffer)
 
 
 def _sources(
@@ -178,6 +209,7 @@ class _Reader:
     model: PreTrainedModel
     files: WeightFiles
     sources: Mapping[str, Sequence[WeightSource]]
+    buffers: Mapping[str, Tensor]
     key: str
 
     def complete(self, whole: Callable[[str, Tensor], Tensor], device: torch.device) -> None:
@@ -201,9 +233,9 @@ class _Reader:
                     full = f"{path}.{name}" if path else name
                     done[weight] = self._read(full, weight, whole(full, weight), device)
                 setattr(module, name, done[weight])
-        for name, buffer in self.model.named_buffers():
-            for source in self.sources.get(name, ()):
-                source.read(self.files, whole_block(tuple(buffer.shape)), buffer)
+        # Those of all layers, and those of this rank's, which may have been moved to its device.
+        for name, buffer in (*self.buffers.items(), *self.model.named_buffers()):
+            _fill(buffer, name, self.sources, self.files)
 
     def _read(self, name: str, weight: nn.Parameter, shown: Tensor, device: torch.device) -> nn.Parameter:
         """A weight with values, as it is divided."""

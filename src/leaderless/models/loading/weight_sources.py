@@ -343,7 +343,7 @@ def form_of(model: PreTrainedModel) -> SavedForm:
     """How weights of a model are saved; see `saved_form`. The model itself may be without values."""
     if not num_experts(model):
         return unchanged
-    known = {name for name, _ in model.named_parameters()}
+    known = model.state_dict().keys()
 
     def convert(name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:
         return revert_weight_conversion(model, {name: weight}).items() if name in known else unchanged(name, weight)

@@ -185,6 +185,8 @@ def share_weights(model: PreTrainedModel, donor: PreTrainedModel) -> None:
             if weight.is_meta:
                 given = donor.get_parameter(f"{path}.{name}" if path else name)
                 setattr(module, name, own.setdefault(given, nn.Parameter(given.detach(), requires_grad=False)))
+    for name, buffer in model.named_buffers():
+        buffer.copy_(donor.get_buffer(name))
 
 
 def _read(model: PreTrainedModel, folder: Path, key: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
+from torch import Tensor
 
 from leaderless.base.devices import release_memory
 from leaderless.base.image_files import plain_file
@@ -115,6 +116,8 @@ class ExternalEngine:
         """
         self.form: SavedForm = unchanged
         """Form in which the engine is given weights."""
+        self.buffers: Mapping[str, Tensor] = {}
+        """What the model has besides weights, by its name in the model's files; it is sent with them."""
         self.experts_per_token = 0
         """Experts of all layers that the engine reports for each token; 0 if it reports none."""
         self.most_support = 0
@@ -158,7 +161,7 @@ class ExternalEngine:
         """Send weights, check the probe, and ask for the rest of each response again, so that all is computed again."""
         self.policy_version = None
         try:
-            self._driver.load(weights.each(self.form))
+            self._driver.load(weights.each(self.form).followed_by(self.buffers))
             if weights.probe is not None:
                 found = torch.tensor(self._driver.prompt_log_probs(weights.probe.tokens))
                 check_probe(self._name, found, weights.probe, weights.policy_version, self._tolerance, REMEDY)

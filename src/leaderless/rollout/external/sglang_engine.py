@@ -125,7 +125,9 @@ class SglangServer(AdapterDriver):
         self._server.call("/flush_cache", {})
 
     def _load_whole(self, weights: WeightStream) -> None:
-        for bucket in make_buckets(weights, self._settings.torch_dtype, LocalStaging(self._device)):
+        for bucket in make_buckets(
+            weights, self._settings.torch_dtype, LocalStaging(self._device), exact=weights.exact
+        ):
             tensors = [(weight.name, weight.view(bucket.data)) for weight in bucket.weights]
             torch.get_device_module(self._device).synchronize()  # the server may read the bucket from now on
             body: Json = {

@@ -45,7 +45,8 @@ class InProcessVllm(VllmWorker):
 
     def load(self, weights: WeightStream, adapter: str = "") -> None:
         """Load weights through a bucket from the trainer's memory into vLLM's, in this process."""
-        for bucket in make_buckets(weights, self.settings.torch_dtype, LocalStaging(self._device)):
+        staging, exact = LocalStaging(self._device), weights.exact
+        for bucket in make_buckets(weights, self.settings.torch_dtype, staging, exact=exact):
             self.load_bucket(bucket.weights, bucket.data, adapter)
         self.finish_load(weights.policy_version, adapter)
 
@@ -83,7 +84,7 @@ class VllmServer(AdapterDriver):
         sums, asked = list[Tensor](), deque[Future[None]]()
         try:
             with ThreadPoolExecutor(1, "load weights") as thread:
-                buckets = make_buckets(weights, self._settings.torch_dtype, *stagings)
+                buckets = make_buckets(weights, self._settings.torch_dtype, *stagings, exact=weights.exact)
                 for bucket, staging in zip(buckets, cycle(stagings), strict=False):
                     sums.append(checksums(bucket.data[None]))
                     packed, before = mark(self._device) if is_cuda else None, asked[-1] if asked else None

@@ -25,6 +25,7 @@ from leaderless.distributed.weights.buckets import BUCKET_BYTES, HostStaging, Pa
 from leaderless.distributed.weights.route import WeightRoute
 from leaderless.distributed.weights.stream import receive_weights
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm
+from leaderless.models.loading.sharded_loading import fill_buffers
 from leaderless.models.loading.weight_sources import form_of, joined
 from leaderless.models.logit_form import LogitForm
 from leaderless.models.scoring import Entropy
@@ -282,6 +283,7 @@ def make_engine(setup: EngineSetup) -> MegatronEngine:
         reason = "is not given" if apart is None else f"'{apart.python}' is not a program on this machine"
         raise RecipeError.at(key, f"{reason}: name the interpreter of an environment with Megatron-Bridge")
     model, rank = empty_causal_lm(setup.model, setup.role), setup.process_group.rank
+    fill_buffers(model, setup.model, setup.role)
     if isinstance(model, VisionLM):
         raise RecipeError.at(f"models.{setup.role}", "a model that sees images cannot be in Megatron yet: use fsdp")
     if model.logit_form != LogitForm():

@@ -26,6 +26,7 @@ from leaderless.base.named_functions import load_own
 from leaderless.config import RecipeError
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.decoder import class_for, keep_description, save_description
+from leaderless.models.loading.saved_buffers import FILE, KEY, saved_buffers
 from leaderless.models.lora.linear import merge_adapters, write_adapters
 from leaderless.models.value_model import load_value_model
 from leaderless.planner.graph.adapters import CONFIG_FILE, described
@@ -109,6 +110,14 @@ def _write_whole(source: Path, out: Path, *, is_critic: bool) -> None:
         model = _empty_model(class_for(config, auto_class, "models"), config)
         keep_description(model, config, auto_class)
     read_tensors(source, {f"weights.{name}": one.detach() for name, one in model.named_parameters()})
+    buffers = saved_buffers(model)
+    if buffers and not (source / FILE).exists():
+        raise RecipeError.at(
+            "",
+            f"checkpoint {source.parent} lacks {min(buffers)}, which is no trained weight: it was written by an older "
+            "version; train a step more from it, and take the checkpoint of that",
+        )
+    read_tensors(source, {KEY.format(name): one for name, one in buffers.items()})
     if (source / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(source)
     model.save_pretrained(out)
