@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "reference/families.json"
-DIVIDED = RESULTS.with_name("divided_families.json")
+DIVIDED, OF_VLLM = RESULTS.with_name("divided_families.json"), RESULTS.with_name("vllm_families.json")
 WAYS = {
     "native engine": "native engine",
     "two ranks": "2 ranks",
@@ -34,8 +34,17 @@ where `tp` asks for it. What `leaderless export` makes of a checkpoint that two 
 loaded by `transformers`: it has the weights of the trainer, bit for bit, and its log-probabilities (to 1e-5). A dash
 means that a family is refused by name before the first step, or has no experts, and a cross that it is accepted, and
 its numbers are wrong or its processes fail.
-`python -m tests.divided_families` tries all of it. vLLM and SGLang are not part of the table: they have been tried
-with the families that their pages name.
+`python -m tests.divided_families` tries all of it.
+
+In vLLM 0.32 on the CPU, a model with heads of 32 numbers is given the weights of a trainer, before and after an update,
+and draws tokens by its log-probabilities; some kernels compute in bfloat16 alone. "Names" stands for families whose
+kernels it lacks there: all of its weights come, by name and size, and it was not run. What vLLM cannot do ends with an
+error before a token is drawn, as it is said below. `python -m tests.vllm_families` tries it, in `make test-vllm`'s
+environment. SGLang was not tried.
+"""
+ENGINE = """## In vLLM
+
+Windows of `cohere2` and `cohere2_moe` have one token more in vLLM than in `transformers`, and are refused there.
 """
 
 
@@ -44,13 +53,19 @@ def families_page() -> str:
     table = json.loads(RESULTS.read_text(encoding="utf-8"))
     families: dict[str, dict[str, str]] = table["families"]
     divided: dict[str, dict[str, str]] = json.loads(DIVIDED.read_text(encoding="utf-8")) if DIVIDED.exists() else {}
+    of_vllm: dict[str, str] = json.loads(OF_VLLM.read_text(encoding="utf-8"))
     right = [name for name, verdict in families.items() if "refused" not in verdict]
     lines = [
         HEAD.format(version=table["transformers"]),
         f"## Right: {len(right)}\n\n{TABLE}",
-        f"| family | {' | '.join(WAYS.values())} |",
-        f"| --- |{' :-: |' * len(WAYS)}",
-        *(f"| `{name}` | {' | '.join(_cells(divided.get(name)))} |" for name in right),
+        f"| family | {' | '.join(WAYS.values())} | vLLM |",
+        f"| --- |{' :-: |' * (len(WAYS) + 1)}",
+        *(f"| `{name}` | {' | '.join(_cells(divided.get(name)))} | {_in_vllm(of_vllm.get(name))} |" for name in right),
+        "",
+        ENGINE,
+        "| family | what vLLM says |",
+        "| --- | --- |",
+        *(f"| `{name}` | {_said(of_vllm[name])} |" for name in right if ":" in of_vllm.get(name, "")),
         "",
         f"## Refused: {len(families) - len(right)}\n",
         "A star marks families that are right with other settings: full attention in all layers, scores as they are.\n",
@@ -77,3 +92,15 @@ def _cell(verdict: str | None) -> str:
     if verdict is None:
         return "not tried"
     return "✓" if verdict == "right" else "✗" if verdict.startswith("WRONG") else "–"
+
+
+def _in_vllm(found: str | None) -> str:
+    if found is None:
+        return "not tried"
+    if found.startswith("right"):
+        return "✓" if found == "right" else "✓ (bfloat16)"
+    return {"names": "names", "WRONG": "✗"}.get(found.partition(":")[0], "–")
+
+
+def _said(found: str) -> str:
+    return found.partition(": ")[2].replace("|", "\\|").replace("<", "&lt;")

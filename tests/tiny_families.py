@@ -29,6 +29,7 @@ from leaderless.distributed.activity import Activity
 from leaderless.distributed.in_flight import Backlog
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
+from leaderless.models.loading.saved_buffers import saved_buffers
 from leaderless.models.loading.sharded_loading import open_model
 from leaderless.planner.memory.attention_kinds import (
     CHUNK_LAYER,
@@ -75,6 +76,16 @@ _SIZES: Mapping[int | float, str] = {
 _WINDOWS = ["sliding_window", "window_size", "attention_window_size", "attention_chunk_size"]
 _SETTINGS = {name: value for value, names in _SIZES.items() for name in names.split()} | dict.fromkeys(_WINDOWS, NARROW)
 """Values of settings, by name; those of a kind that a family does not have are left out."""
+_TIMES_FOUR = (8, 32, 64)
+_WIDE_SETTINGS = _SETTINGS | {
+    name: 4 * size
+    for size in _TIMES_FOUR
+    for name in _SIZES[size].split()
+    if "vocab" not in name and not name.startswith("mamba_n")
+}
+_WIDE_SETTINGS |= {"index_head_dim": 128, "indexer_head_dim": 128}
+_WIDE_SETTINGS |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "rotary_dim": 16}
+"""The same, with heads as wide as kernels require."""
 _MAY_BE_NONE = ("token_id", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
 _MAY_BE_NONE += ("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
 _ALWAYS: Mapping[str, object] = {
@@ -117,6 +128,25 @@ _OWN: Mapping[str, Mapping[str, object]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 """What a family needs besides, or does not take."""
+_PUBLISHED: Mapping[str, object] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+_OF_WIDE: Mapping[str, Mapping[str, object]] = {
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "axk1", "kimi_linear"), _PUBLISHED),
+    "dots1": {**_PUBLISHED, "head_dim": 32},
+    "glm4_moe": {"head_dim": 32},
+    "falcon_h1": {"mamba_d_ssm": 256},
+    "lfm2": {"conv_dim": 128, "block_dim": 128},
+    "lfm2_moe": {"conv_dim": 128, "block_dim": 128},
+    "hunyuan_v1_dense": {"head_dim": 32},
+    "hunyuan_v1_moe": {"head_dim": 32},
+    "minimax_m2": {"rotary_dim": 16},
+    "llama4_text": {"attention_chunk_size": 128, "num_experts_per_tok": 1},
+    "ministral": {"head_dim": 32},
+    "nemotron_h": {"time_step_min": 1e-6},
+}
+"""The same where heads are wider, with what published settings have besides.
+
+Single tokens of Nemotron-H have steps without the lower bound that texts have in `transformers`: here it is tiny.
+"""
 _OF_PARTS: Mapping[str, Mapping[str, object]] = {
     "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
     "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"] * 2, "adapter_in_dim": 32, "adapter_out_dim": 32},
@@ -159,20 +189,28 @@ class Alone:
 
 def tiny_config(family: str, **settings: object) -> PretrainedConfig:
     """Settings of a model of two layers, with dropout and noise wherever a family has them."""
-    return _shrunk(CONFIG_MAPPING[family], {**_OWN.get(family, {}), **settings})
+    return _shrunk(CONFIG_MAPPING[family], {**_OWN.get(family, {}), **settings}, _SETTINGS)
+
+
+def wide_config(family: str, **settings: object) -> PretrainedConfig:
+    """The same with heads of 32 numbers, where `tiny_config` has 8."""
+    own = {**_OWN.get(family, {}), **_OF_WIDE.get(family, {}), **settings}
+    return _shrunk(CONFIG_MAPPING[family], own, _WIDE_SETTINGS)
 
 
 def _usual(kind: type[PretrainedConfig]) -> PretrainedConfig:
     return kind(**_USUAL.get(kind.model_type, {}))
 
 
-def _shrunk(kind: type[PretrainedConfig], settings: Mapping[str, object]) -> PretrainedConfig:
+def _shrunk(
+    kind: type[PretrainedConfig], settings: Mapping[str, object], sizes: Mapping[str, object]
+) -> PretrainedConfig:
     usual = _usual(kind)
     chosen: dict[str, object] = {}
     for name, value in usual.to_dict().items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if name in _SETTINGS and (is_number or (value is None and name.endswith(_MAY_BE_NONE))):
-            chosen[name] = _SETTINGS[name]
+        if name in sizes and (is_number or (value is None and name.endswith(_MAY_BE_NONE))):
+            chosen[name] = sizes[name]
         elif is_number and any(kind_of_noise in name for kind_of_noise in ("drop", "jitter_noise")):
             chosen[name] = NOISE
         elif name in _ALWAYS:
@@ -182,11 +220,13 @@ def _shrunk(kind: type[PretrainedConfig], settings: Mapping[str, object]) -> Pre
     if len(kinds) > 1 and {*kinds} <= known:  # both kinds, of which the first two layers may have but one
         chosen["layer_types"] = kinds[:2]
     if "kv_lora_rank" in chosen and "num_key_value_heads" in chosen:  # all heads share what is compressed
-        chosen["num_key_value_heads"] = _SETTINGS["num_attention_heads"]
+        chosen["num_key_value_heads"] = sizes["num_attention_heads"]
+    if "qk_rope_head_dim" in chosen and "head_dim" in chosen:  # it has positions alone
+        chosen["head_dim"] = chosen["qk_rope_head_dim"]
     for name in kind.sub_configs or ():
         part = getattr(usual, name, None)
         if isinstance(part, PretrainedConfig) and name not in settings:
-            chosen[name] = _shrunk(type(part), _OF_PARTS.get(part.model_type, {}))
+            chosen[name] = _shrunk(type(part), _OF_PARTS.get(part.model_type, {}), sizes)
     return kind(**{**chosen, **settings})
 
 
@@ -253,7 +293,7 @@ def _check_parts(settings: ModelConfig, whole: torch.nn.Module) -> None:
 
 
 def write_family(config: PretrainedConfig, folder: Path) -> None:
-    """Write a model whose vectors are not all zeros or ones, with which mistakes could hide."""
+    """Write a model whose vectors and buffers are not all zeros or ones, with which mistakes could hide."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -262,6 +302,9 @@ def write_family(config: PretrainedConfig, folder: Path) -> None:
                 parameter.data += 0.1 * torch.randn(parameter.shape)
             elif parameter.ndim == 2 and parameter.std() < 0.05:
                 parameter.data.normal_(0, 0.15)
+        for name, buffer in saved_buffers(model).items():
+            if buffer.is_floating_point() and not name.endswith(("slope_rate", "_decay")):  # which follow from others
+                buffer.add_(0.1 * torch.randn(buffer.shape))
     model.save_pretrained(folder)
     config.save_pretrained(folder)  # that of all its parts, from which only the text part was made
 

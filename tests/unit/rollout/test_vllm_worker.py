@@ -28,6 +28,7 @@ from leaderless.rollout.external import vllm_engine
 from leaderless.rollout.external.engine import ExternalEngine
 from leaderless.rollout.external.vllm_engine import InProcessVllm
 from leaderless.rollout.external.vllm_process import worker as vllm_worker
+from leaderless.rollout.external.vllm_process.loading import Loading, UnseenCopies
 from leaderless.rollout.external.vllm_process.worker import PROBE, VllmWorker, _Open, check_version
 
 RELOAD = "vllm.model_executor.model_loader.reload"
@@ -77,7 +78,7 @@ def test_weights_that_are_not_needed_again_are_not_copied_to_host_memory(
 def test_a_bucket_from_another_process_that_was_damaged_is_refused() -> None:
     worker = VllmWorker(Mock(adapters={}, matrices={}, sees_images=False))
     worker._llm = Mock()
-    worker._llm.collective_rpc.return_value = [{"bias"}]
+    worker._llm.collective_rpc.return_value = [[]]
     data = [torch.full((2,), float(place)).view(torch.uint8) for place in range(3)]
     expected = [checksum(one) for one in data]
     weights = [[PackedWeight(name, "float32", (2,), 0)] for name in ("bias", "kernel", "head")]
@@ -102,9 +103,9 @@ def test_a_bucket_from_another_process_that_was_damaged_is_refused() -> None:
 def test_no_checksum_is_computed_of_weights_that_stay_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = InProcessVllm.__new__(InProcessVllm)
     worker.settings, worker._device = Mock(torch_dtype=torch.float32), torch.device("cpu")
-    worker._llm, worker._arrived, worker._open, worker._versions = Mock(), None, {}, {}
-    worker.settings.sees_images = True
-    worker._llm.collective_rpc.side_effect = [[{"bias"}], [{"bias"}]]
+    worker._llm, worker._open, worker._versions = Mock(), {}, {}
+    worker.settings.sees_images, worker._loading = True, Loading()
+    worker._llm.collective_rpc.side_effect = [[None], [[]]]
     worker._loaded = []
     for module in (vllm_engine, vllm_worker):
         monkeypatch.setattr(module, "checksums", Mock(side_effect=AssertionError("nothing to check")))
@@ -262,3 +263,54 @@ def test_requests_name_the_newest_adapters_and_an_engine_that_keeps_others_is_re
     worker.load_bucket(weights, data, adapter="planner")
     with pytest.raises(RuntimeError, match="vLLM has not loaded the adapters of 'planner' of policy version 6"):
         worker.finish_load(6, "planner")
+
+
+class _Layer(torch.nn.Module):
+    """A layer that waits for its weights, as vLLM leaves it: they have no values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("experts", "sinks", "scale", "late"):
+            weight = torch.nn.Parameter(torch.zeros(3, 2, device="meta"), requires_grad=False)
+            self.register_parameter(name, weight)
+        self.kernel = torch.nn.Linear(2, 2, device="meta")
+
+
+def test_what_a_model_writes_without_a_loader_is_written_when_its_layer_is_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch, "0.32.0")
+    layerwise, meta = ModuleType(f"{RELOAD}.layerwise"), ModuleType(f"{RELOAD}.meta")
+    layer, done = _Layer(), list[torch.nn.Module]()
+    waiting = {
+        layer: SimpleNamespace(loaded_weights=[("scale", None)]),
+        layer.kernel: SimpleNamespace(loaded_weights=[]),
+    }
+
+    def materialize(layer: torch.nn.Module, _: object) -> None:
+        for name, weight in list(layer.named_parameters(recurse=False)):
+            setattr(layer, name, torch.nn.Parameter(torch.full_like(weight, -1, device="cpu"), requires_grad=False))
+
+    layerwise.get_layerwise_info = waiting.__getitem__  # type: ignore[attr-defined]
+    layerwise._layerwise_process = lambda layer, _: done.append(layer)  # type: ignore[attr-defined]
+    meta.materialize_layer = materialize  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, layerwise.__name__, layerwise)
+    monkeypatch.setitem(sys.modules, meta.__name__, meta)
+    values, copies = torch.arange(6.0).view(3, 2), UnseenCopies()
+    with copies:
+        layer.experts.copy_(values)
+        layer.sinks.data.narrow(0, 1, 2).copy_(values[:2])
+        layer.scale.copy_(values)  # by a loader, as vLLM has noted
+        torch.zeros(3, 2, device="meta").copy_(values)  # nobody's
+    copies.keep(layer)
+    with copies:  # the next bucket
+        layer.late.t().copy_(values.view(2, 3))
+    copies.keep(layer)
+    copies.write()
+    assert layer.experts.tolist() == values.tolist()
+    assert layer.sinks.tolist() == [[-1, -1], *values[:2].tolist()]
+    assert layer.late.tolist() == values.view(2, 3).t().tolist()
+    assert (layer.scale == -1).all(), "vLLM writes it itself"
+    assert done == [layer]
+    copies.write()
+    assert done == [layer], "nothing is written twice"

@@ -34,6 +34,8 @@ BOTH_WAYS = ("paligemma",)
 """Types of the models whose tokens of a prompt attend to all of it."""
 ONE_WAY_ENGINES = ("vllm", "sglang")
 """Engines whose tokens attend to those before them alone."""
+LONGER_IN_VLLM = ("cohere2", "cohere2_moe")
+"""Types whose windows have one token more in vLLM 0.32 than in `transformers`, which only longer texts show."""
 
 
 def family_of(model: ModelConfig | None) -> str | None:
@@ -100,6 +102,12 @@ def check_kinds(draft: Draft) -> None:
                     recipe.key_of("rollout.engine", role),
                     f"'{engines[role]}' is not supported for models of type {family}, which read a prompt in both "
                     "directions: set it to native",
+                )
+            if family in LONGER_IN_VLLM and engines.get(role) == "vllm":
+                raise RecipeError.at(
+                    recipe.key_of("rollout.engine", role),
+                    f"'vllm' is not supported for models of type {family}: its windows have one token more than those "
+                    "that are trained: set it to native",
                 )
     for role in scorers_of(draft.nodes):
         if (family := family_of(recipe.model_of(role))) is not None:

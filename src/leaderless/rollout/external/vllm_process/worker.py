@@ -18,6 +18,7 @@ from leaderless.distributed.remote.messages import Ask, Gain, Settings, joined
 from leaderless.distributed.weights.buckets import PackedWeight, checksums
 from leaderless.rollout.external.vllm_process.adapters import VllmAdapters
 from leaderless.rollout.external.vllm_process.experts import packed, record_on_cpu, recorded_by_each_rank
+from leaderless.rollout.external.vllm_process.loading import Loading, finish, load
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -59,7 +60,7 @@ class VllmWorker:
         self.settings = settings
         self._open: dict[str, _Open] = {}
         self._expected: dict[str, int] = {}  # lengths of prompts with images that have not been compared
-        self._arrived: set[str] | None = None
+        self._loading = Loading()
         self._cache_bytes: list[int] = []
         self._loaded: list[tuple[str, Tensor]] = []  # names of each bucket of another process, and its checksum
         self._versions: dict[str, int] = {}  # of each set of adapters, or of the weights
@@ -289,8 +290,7 @@ class VllmWorker:
             for weight in weights:
                 self._adapters.add(adapter, weight.name, weight.view(own))
         else:
-            named = [(weight.name, weight.view(own)) for weight in weights]
-            self._arrived = self._on_worker(_load, named, self._arrived is None) | (self._arrived or set())
+            self._on_worker(load, [(weight.name, weight.view(own)) for weight in weights], self._loading)
         if copied is not None:
             copied.synchronize()  # from now on the other process may overwrite the bucket
 
@@ -330,8 +330,8 @@ class VllmWorker:
 
     def _finish_whole_weights(self) -> None:
         """Finish loading weights, of which adapters are no part: those do not change what is seen of images."""
-        arrived, self._arrived = self._arrived or set(), None
-        lacking = sorted(self._on_worker(_finish_loading) - arrived)
+        loading, self._loading = self._loading, Loading()
+        lacking = self._on_worker(finish, loading)
         if lacking:
             raise RuntimeError(f"{len(lacking)} of vLLM's weights have not been sent, such as {lacking[0]}")
         if self.settings.sees_images:
@@ -426,46 +426,6 @@ def _executor(settings: Settings) -> type[Executor]:
         return f"file://{settings.meeting}", settings.rank, settings.device_index
 
     return type("Member", (ExecutorWithExternalLauncher,), {"_distributed_args": place})
-
-
-def _load(worker: Worker, weights: Sequence[tuple[str, Tensor]], is_first: bool) -> set[str]:
-    """Load weights layer by layer, packed and transposed as at the start; name vLLM's weights that they went into."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-    with set_current_vllm_config(worker.vllm_config):
-        if is_first:
-            _forget_packed_experts(worker)
-            initialize_layerwise_reload(worker.get_model())
-        with torch.device(worker.device):
-            return set(worker.get_model().load_weights(iter(weights)))
-
-
-def _forget_packed_experts(worker: Worker) -> None:
-    """Let vLLM pack experts anew on the CPU, where it computes with packed ones.
-
-    It packs them when it makes the kernel of a layer, and when it has one it takes weights for packed that are not.
-    """
-    if worker.device.type == "cpu":
-        for module in worker.get_model().modules():
-            method = getattr(module, "quant_method", None)
-            if method is not None and hasattr(method, "moe_kernel"):
-                method.moe_kernel = None
-
-
-def _finish_loading(worker: Worker) -> set[str]:
-    """Finish loading, and name all weights of vLLM."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-    with set_current_vllm_config(worker.vllm_config), torch.device(worker.device):
-        finalize_layerwise_reload(worker.get_model(), worker.model_config)
-        for module in worker.get_model().modules():
-            # On the CPU vLLM multiplies with packed copies. The copy of an output head that shares its weight with the
-            # embedding is still the old one: nothing is loaded under the head's own name.
-            if hasattr(module, "cpu_linear") and module.weight.numel():
-                module.quant_method.process_weights_after_loading(module)
-    return {name for name, _ in worker.get_model().named_parameters()}
 
 
 def _caches(worker: Worker) -> list[torch.UntypedStorage]:
