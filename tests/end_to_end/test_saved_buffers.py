@@ -13,7 +13,9 @@ from tests.tiny import tiny_model, write_recipe
 from tests.tiny_families import tiny_config, write_family
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from leaderless.models.loading.saved_buffers import saved_buffers
+from leaderless.config import RecipeError
+from leaderless.models.loading.saved_buffers import FILE, saved_buffers
+from leaderless.worker.checkpoint.export import _write_whole
 
 APART = {"rollout": {"ranks": "0"}, "policy": {"ranks": "1"}}
 
@@ -38,3 +40,7 @@ def test_the_values_of_a_folder_are_sampled_with_and_exported(ranks: RankPool, t
     assert own
     assert all(torch.equal(value, saved_buffers(after)[name]) for name, value in own.items())
     assert not torch.equal(before.get_input_embeddings().weight, after.get_input_embeddings().weight)
+    (newest,) = (tmp_path / "runs/tiny/checkpoints").glob("step-000002")
+    (newest / "policy" / FILE).unlink()  # as an earlier version wrote it
+    with pytest.raises(RecipeError, match=f"lacks {min(own)}, which is no trained weight: it was written by an older"):
+        _write_whole(newest / "policy", tmp_path / "again", is_critic=False)

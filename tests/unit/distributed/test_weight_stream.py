@@ -54,6 +54,19 @@ def test_every_weight_arrives_whole_whatever_the_size_of_buckets(dtype: torch.dt
         torch.testing.assert_close(arrived[name], weight.to(dtype), rtol=0, atol=0)
 
 
+def test_what_a_model_has_besides_weights_comes_last_and_in_its_own_type() -> None:
+    stream = WeightStream(iter(weights().items()), 3).followed_by({"choices": torch.tensor([1 / 3, 2.0])})
+    staging = LocalStaging(torch.device("cpu"))
+    arrived = {
+        weight.name: weight.view(bucket.data).clone()
+        for bucket in make_buckets(stream, torch.bfloat16, staging, max_bytes=64, exact=stream.exact)
+        for weight in bucket.weights
+    }
+    assert [*arrived] == [*SHAPES, "choices"]
+    assert arrived.pop("choices").tolist() == torch.tensor([1 / 3, 2.0]).tolist()
+    assert {one.dtype for one in arrived.values()} == {torch.bfloat16}
+
+
 def test_checksums_of_equal_weights_are_equal_whatever_was_in_the_memory_before() -> None:
     staging = LocalStaging(torch.device("cpu"))
     first = [checksum(bucket.data) for bucket in make_buckets(weights().items(), torch.float32, staging, max_bytes=400)]

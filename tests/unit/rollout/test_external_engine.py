@@ -6,6 +6,7 @@ import base64
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -408,3 +409,15 @@ def test_an_engine_gets_the_weights_of_experts_as_folders_have_them(tmp_path: Pa
     assert sum("experts.1." in name for name in expected) == 2 * 3
     assert all(torch.equal(weight, expected[name]) for name, weight in driver.found.items())
     assert engine.policy_version == 3
+
+
+def test_what_a_model_has_besides_weights_is_sent_with_each_load() -> None:
+    driver, trainer = Mock(prompt_log_probs=Mock(return_value=[])), make_trainer(tiny_model())
+    engine, arrived = make_external(driver), list[list[str]]()
+    driver.load.side_effect = lambda weights: arrived.append([name for name, _ in weights])
+    engine.buffers = {"biases": torch.ones(2)}
+    for version in range(2):
+        stream = WeightStream(iter(dict(trainer.full_weights()).items()), version)
+        engine.load_weights(stream)
+        assert stream.exact == {"biases"}
+    assert arrived == [[*dict(trainer.full_weights()), "biases"]] * 2

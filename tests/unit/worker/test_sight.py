@@ -33,6 +33,24 @@ def test_ranks_divide_a_model_that_reads_both_ways_along_dp_alone(axis: str, nod
     assert f"ranks divide such a model along dp alone: leave out {axis}" in problem.message
 
 
+@pytest.mark.parametrize("family", ["cohere2", "cohere2_moe", "cohere"])
+def test_windows_that_vllm_makes_longer_are_refused(tmp_path: Path, family: str) -> None:
+    shutil.copytree(tiny_model(), tmp_path, dirs_exist_ok=True)
+    about = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(about | {"model_type": family}))
+    given = {"models": {"policy": str(tmp_path)}, "data": {"train": {"path": "a.jsonl"}, "max_prompt_tokens": 32}}
+    settings = {"engine": "vllm", "external": {"python": "/usr/bin/python3"}, "max_response_tokens": 32}
+    assert plan_of("grpo", **given, rollout=settings | {"engine": "native"}).instances
+    if family == "cohere":
+        assert plan_of("grpo", **given, rollout=settings).instances
+        return
+    with pytest.raises(RecipeError) as caught:
+        plan_of("grpo", **given, rollout=settings)
+    problem = only_problem(caught.value)
+    assert problem.key == "rollout.engine"
+    assert "its windows have one token more than those that are trained: set it to native" in problem.message
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_engines_of_one_direction_answer_for_no_model_that_reads_both_ways(engine: str) -> None:
     models = {"policy": vision_model("paligemma")}
