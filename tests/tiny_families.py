@@ -85,6 +85,7 @@ _WIDE_SETTINGS = _SETTINGS | {
 }
 _WIDE_SETTINGS |= {"index_head_dim": 128, "indexer_head_dim": 128}
 _WIDE_SETTINGS |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "rotary_dim": 16}
+_WIDE_SETTINGS |= dict.fromkeys(_SIZES[128].split(), 512)
 """The same, with heads as wide as kernels require."""
 _MAY_BE_NONE = ("token_id", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
 _MAY_BE_NONE += ("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")

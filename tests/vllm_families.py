@@ -49,6 +49,8 @@ TOLERANCE = {"float32": 5e-4, "bfloat16": 0.1}
 """Largest mean error of log-probabilities of responses."""
 PROMPT_LENGTHS = (5, 140, 11)
 """One of them is longer than all windows and chunks."""
+LONGEST = 140
+"""Letters of a reason."""
 CPU = torch.device("cpu")
 
 
@@ -59,7 +61,8 @@ def engine_of(path: str, dtype: str) -> ExternalEngine:
     driver, tolerance = VllmServer(PYTHON, settings, CPU, server), PROBE_TOLERANCE[dtype]
     engine = ExternalEngine("vLLM", driver, cast("Tokenizer", None), frozenset[int](), tolerance, CPU, None)
     engine.form = saved_form(ModelConfig(path=path), "policy")
-    engine.buffers = load_causal_lm(ModelConfig(path=path), "policy").saved_buffers
+    own = load_causal_lm(ModelConfig(path=path), "policy").saved_buffers
+    engine.buffers = dict(part for name, value in own.items() for part in engine.form(name, value))
     return engine
 
 
@@ -126,7 +129,7 @@ def judge(family: str) -> str:
         AssertionError: vLLM has the weights, and other log-probabilities.
     """
     with TemporaryDirectory() as folder:
-        write_family(wide_config(family, vocab_size=83, max_position_embeddings=512), Path(folder))
+        write_family(wide_config(family, vocab_size=83), Path(folder))
         reason = ""
         for dtype in DTYPES:
             try:
@@ -150,8 +153,11 @@ def judge(family: str) -> str:
 
 def _shorter(message: str) -> str:
     """The error of a message with the end of a log."""
-    found = re.findall(r"(?:\w+Error: |Value error, )[^\n\"]+", message)
-    return found[-1] if found else message.splitlines()[0].partition("; use another")[0]
+    if differing := re.search(r"differ from the trainer's by ([\d.]+)", message):
+        return f"log-probabilities differ by {differing[1]}"
+    found = re.findall(r"(?:\w+Error:|Value error,) [^\n\"]+", message)
+    text = found[-1] if found else re.sub(r"; the end of .*", "", message.splitlines()[0])
+    return re.split(r"\. | \[type", text.strip())[0][:LONGEST]
 
 
 def main() -> None:
