@@ -31,7 +31,8 @@ TABLE = """The native engine draws tokens by the log-probabilities of the traine
 the gradient's norm and the new weights of one rank (to 1e-5) where they divide weights and samples, with all weights
 or with adapters, layers (`tp`), the tokens of sequences (`cp`) or experts (`ep`). Mixtures are divided along `ep`, too,
 where `tp` asks for it. What `leaderless export` makes of a checkpoint that two ranks have written after an update is
-loaded by `transformers`: it has the weights of the trainer, bit for bit, and its log-probabilities (to 1e-5). A dash
+loaded by `transformers`: it has the weights of the trainer, bit for bit, and its log-probabilities (to 1e-5). For this,
+Youtu was given no token for padding: `transformers` sets the embedding of one to 0 whenever it loads the family. A dash
 means that a family is refused by name before the first step, or has no experts, and a cross that it is accepted, and
 its numbers are wrong or its processes fail.
 `python -m tests.divided_families` tries all of it.

@@ -107,6 +107,13 @@ _OWN: Mapping[str, Mapping[str, object]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0, "attn_pdrop": NOISE}},
     "falcon_h1": {"mamba_d_ssm": 64},
     "diffllama": {"attention_dropout": 0.0},
+    "dots3_note_text": {
+        "shared_experts_intermediate_size": 64,
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 16,
+        **{f"swa_{name}": 8 for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")},
+    },
     "gemma3_text": {"final_logit_softcapping": 1.5},
     "gemma4_text": {"final_logit_softcapping": 1.5},
     "gemma3n_text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64},
@@ -124,6 +131,7 @@ _OWN: Mapping[str, Mapping[str, object]] = {
     "mpt": {"attn_config": {}},
     "nemotron": {"num_key_value_heads": 2},
     "xmod": {"default_language": "en_XX"},
+    "youtu": {"pad_token_id": None},
     "zamba": {"layer_types": ["mamba", "hybrid"]},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
@@ -150,6 +158,7 @@ Single tokens of Nemotron-H have steps without the lower bound that texts have i
 """
 _OF_PARTS: Mapping[str, Mapping[str, object]] = {
     "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    "dots3_note_text": _OWN["dots3_note_text"],
     "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"] * 2, "adapter_in_dim": 32, "adapter_out_dim": 32},
     "llama4_text": _OWN["llama4_text"],
     "mllama_text_model": {"cross_attention_layers": [1]},
