@@ -147,7 +147,7 @@ _OF_WIDE: Mapping[str, Mapping[str, object]] = {
     "lfm2_moe": {"conv_dim": 128, "block_dim": 128},
     "hunyuan_v1_dense": {"head_dim": 32},
     "hunyuan_v1_moe": {"head_dim": 32},
-    "minimax_m2": {"rotary_dim": 16},
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid"},
     "llama4_text": {"attention_chunk_size": 128, "num_experts_per_tok": 1},
     "ministral": {"head_dim": 32},
     "nemotron_h": {"time_step_min": 1e-6},

@@ -171,7 +171,7 @@ def main() -> None:
         except AssertionError as error:
             table[family] = f"WRONG: {error}"
         except Exception as error:  # noqa: BLE001 - it is written down, and others are tried
-            table[family] = f"not made: {type(error).__name__}: {error}"
+            table[family] = f"not made: {_shorter(f'{type(error).__name__}: {error}')}"
         print(family, table[family], flush=True)
         FILE.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n", encoding="utf-8")
 
