@@ -1,7 +1,8 @@
 """What a model has besides its weights, and training never changes, such as the biases of routers.
 
 `transformers` saves these buffers with the weights. They go with a model from its files into its checkpoints and into
-what is exported, but are not sent with new weights: who gets these reads the buffers from the files of the model.
+what is exported. Between ranks only weights are sent: a rank that gets these reads the buffers from the model's files,
+and gives them to an engine in another process.
 """
 
 from __future__ import annotations

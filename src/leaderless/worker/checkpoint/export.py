@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import cast
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -31,7 +32,7 @@ from leaderless.models.lora.linear import merge_adapters, write_adapters
 from leaderless.models.value_model import load_value_model
 from leaderless.planner.graph.adapters import CONFIG_FILE, described
 from leaderless.worker.checkpoint.reader import read_role_state, read_state
-from leaderless.worker.checkpoint.shards import DamagedCheckpointError, Manifest, read_tensors
+from leaderless.worker.checkpoint.shards import DamagedCheckpointError, Manifest, read_tensors, stored_names
 
 Writer = Callable[[Path, Path], None]
 """Function that writes the model of a checkpoint's folder into another one."""
@@ -109,6 +110,7 @@ def _write_whole(source: Path, out: Path, *, is_critic: bool) -> None:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         model = _empty_model(class_for(config, auto_class, "models"), config)
         keep_description(model, config, auto_class)
+        _part(model, stored_names(source))
     read_tensors(source, {f"weights.{name}": one.detach() for name, one in model.named_parameters()})
     buffers = saved_buffers(model)
     if buffers and not (source / FILE).exists():
@@ -122,6 +124,16 @@ def _write_whole(source: Path, out: Path, *, is_critic: bool) -> None:
         model.generation_config = GenerationConfig.from_pretrained(source)
     model.save_pretrained(out)
     save_description(model, out)
+
+
+def _part(model: PreTrainedModel, stored: Container[str]) -> None:
+    """Give weights that a checkpoint has apart a place each, such as a head that is described as the embedding."""
+    for name in [*model.all_tied_weights_keys]:
+        if f"weights.{name}" in stored:
+            path, _, own = name.rpartition(".")
+            setattr(model.get_submodule(path), own, nn.Parameter(torch.empty_like(model.get_parameter(name))))
+            del model.all_tied_weights_keys[name]
+            model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
 
 
 def _is_reward_model(source: Path) -> bool:

@@ -231,6 +231,18 @@ def read_tensors(folder: Path, state: Mapping[str, Tensor], part: int | None = N
         raise DamagedCheckpointError(f"{folder} cannot be read: {error}") from error
 
 
+def stored_names(folder: Path) -> set[str]:
+    """Names of the tensors in the files of a folder.
+
+    Raises:
+        DamagedCheckpointError: A file cannot be read.
+    """
+    try:
+        return {*_find_parts(sorted(folder.glob("*.safetensors")))}
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+        raise DamagedCheckpointError(f"{folder} cannot be read: {error}") from error
+
+
 def _find_parts(files: Iterable[Path]) -> dict[str, list[_StoredPart]]:
     """The parts in some files, by the tensor's name."""
     parts: dict[str, list[_StoredPart]] = {}
