@@ -39,9 +39,11 @@ test-oldest: .venv-oldest/.installed
 
 # The engines' contract and whole runs with the real vLLM, on the CPU, in an environment of its own; about ten minutes.
 # Its extensions for images and sound are left out: they are built for another torch, and language models need none.
-test-vllm: .venv-vllm/.installed
+test-vllm: .venv-vllm/.installed .venv/.installed-test
 	LEADERLESS_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv-vllm/bin/python -m pytest --timeout 900 \
-		tests/contracts/test_rollout_engine.py tests/contracts/test_adapters_of_engines.py tests/engines_in_use -k vllm
+		tests/contracts/test_rollout_engine.py tests/contracts/test_adapters_of_engines.py tests/engines_in_use -k vllm \
+		--ignore tests/engines_in_use/test_vllm_families.py
+	LEADERLESS_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/engines_in_use/test_vllm_families.py
 
 .venv-vllm/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm

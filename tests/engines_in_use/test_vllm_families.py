@@ -1,4 +1,7 @@
-"""Families whose layers or weights are unlike others', in vLLM; `python -m tests.vllm_families` tries all."""
+"""Families whose layers or weights are unlike others', in vLLM; `python -m tests.vllm_families` tries all.
+
+They run in the environment of the other tests, whose `transformers` may be newer than that of vLLM.
+"""
 
 from __future__ import annotations
 
