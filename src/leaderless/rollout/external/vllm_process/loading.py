@@ -83,7 +83,7 @@ class Loading:
     Attributes:
         wanted: Names of the model's weights that have to be loaded: not of those that vLLM makes of others.
         arrived: Names of those that have been.
-        copies: What the model has written itself.
+        copies: Values that the model has written itself.
     """
 
     wanted: frozenset[str] = frozenset()
