@@ -157,7 +157,8 @@ def _shorter(message: str) -> str:
         return f"log-probabilities differ by {differing[1]}"
     found = re.findall(r"(?:\w+Error:|Value error,) [^\n\"]+", message)
     text = found[-1] if found else re.sub(r"; the end of .*", "", message.splitlines()[0])
-    return re.split(r"\. | \[type", text.strip())[0][:LONGEST]
+    text = re.sub(r"'/[^']*'", "its folder", text.strip())
+    return re.split(r"\. | \[type", text)[0][:LONGEST]
 
 
 def main() -> None:
