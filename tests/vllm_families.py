@@ -32,7 +32,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.distributed.remote.child_server import EngineError
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.loading.weight_sources import saved_form
+from leaderless.models.loading.weight_sources import form_of
 from leaderless.rollout.engine import PROBE_TOLERANCE, Request, SamplingParams, generate
 from leaderless.rollout.external.engine import ExternalEngine
 from leaderless.rollout.external.vllm_engine import VllmServer
@@ -60,8 +60,8 @@ def engine_of(path: str, dtype: str) -> ExternalEngine:
     server = server_of("vllm", Path(path))
     driver, tolerance = VllmServer(PYTHON, settings, CPU, server), PROBE_TOLERANCE[dtype]
     engine = ExternalEngine("vLLM", driver, cast("Tokenizer", None), frozenset[int](), tolerance, CPU, None)
-    engine.form = saved_form(ModelConfig(path=path), "policy")
-    own = load_causal_lm(ModelConfig(path=path), "policy").saved_buffers
+    model = load_causal_lm(ModelConfig(path=path), "policy")
+    engine.form, own = form_of(model.model), model.saved_buffers
     engine.buffers = dict(part for name, value in own.items() for part in engine.form(name, value))
     return engine
 
@@ -109,8 +109,8 @@ def lacking_names(folder: str) -> list[str]:
     Raises:
         RuntimeError: They cannot be loaded.
     """
-    form = saved_form(ModelConfig(path=folder), "policy")
     trainer = make_trainer(folder)
+    form = form_of(trainer.model.model)
     held = chain(trainer.full_weights(), trainer.model.saved_buffers.items())
     weights = dict(part for name, weight in held for part in form(name, weight))
     save_file({name: weight.contiguous().clone() for name, weight in weights.items()}, f"{folder}/sent.safetensors")

@@ -6,7 +6,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +27,7 @@ from leaderless.models.decoder import load_model_config, reserved_tokens
 from leaderless.models.loading.sharded_loading import fill_buffers, open_model
 from leaderless.models.loading.support import reads_both_ways
 from leaderless.models.loading.tokenizer import end_tokens
-from leaderless.models.loading.weight_sources import saved_form
+from leaderless.models.loading.weight_sources import form_of
 from leaderless.models.lora.linear import share_weights
 from leaderless.models.routers import Routers
 from leaderless.models.vision.vision_models import VisionLM
@@ -217,7 +217,8 @@ def _make_external(name: str, title: str, setup: RolloutSetup) -> RolloutEngine:
     if setup.records_experts:
         engine.experts_per_token = len(settings.expert_layers) * settings.experts_per_token
     if not settings.adapters:  # else it reads its weights from the model's folder
-        engine.form, own = saved_form(setup.model, setup.role), _empty_model(setup).saved_buffers
+        plain = _empty_model(replace(setup, model=setup.model.model_copy(update={"lora": None})))
+        engine.form, own = form_of(plain.model), plain.saved_buffers
         engine.buffers = dict(part for name, value in own.items() for part in engine.form(name, value))
     return engine
 

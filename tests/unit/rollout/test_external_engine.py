@@ -25,7 +25,7 @@ from leaderless.distributed.weights.blocks import Pool, even_rows, everything
 from leaderless.distributed.weights.route import WeightRoute
 from leaderless.distributed.weights.stream import Probe, WeightStream, send_weights
 from leaderless.models.causal_lm import empty_causal_lm
-from leaderless.models.loading.weight_sources import saved_form
+from leaderless.models.loading.weight_sources import form_of
 from leaderless.models.routers import UNKNOWN
 from leaderless.planner import Layout
 from leaderless.rollout.engine import (
@@ -401,7 +401,7 @@ def test_an_engine_gets_the_weights_of_experts_as_folders_have_them(tmp_path: Pa
     path = experts_model(tmp_path, family)
     config, driver = ModelConfig(path=path), _Names(tiny_model())
     engine = make_external(driver)
-    engine.form = saved_form(config, "policy")
+    engine.form = form_of(empty_causal_lm(config, "policy").model)
     trainer = make_trainer(path)
     engine.load_weights(WeightStream(trainer.full_weights(), 3))
     expected = load_file(Path(path) / "model.safetensors")

@@ -41,7 +41,6 @@ from transformers.utils.hub import cached_file
 from leaderless.config.models import ModelConfig
 from leaderless.distributed.weights.blocks import Shape, WeightBlock
 from leaderless.distributed.weights.files import StoredTensor, read_block, read_header
-from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.models.loading.support import check_finite
 from leaderless.models.parallel.expert import num_experts
 
@@ -334,13 +333,11 @@ def unchanged(name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:
     return [(name, weight)]
 
 
-def saved_form(config: ModelConfig, role: str) -> SavedForm:
-    """How weights of a model are saved, one by one; a model without experts keeps them as they are."""
-    return form_of(empty_causal_lm(config.model_copy(update={"lora": None}), role).model)
-
-
 def form_of(model: PreTrainedModel) -> SavedForm:
-    """How weights of a model are saved; see `saved_form`. The model itself may be without values."""
+    """How weights of a model are saved, one by one; the model itself may be without values.
+
+    A model without experts keeps them as they are.
+    """
     if not num_experts(model):
         return unchanged
     known = model.state_dict().keys()
