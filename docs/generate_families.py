@@ -40,12 +40,13 @@ its numbers are wrong or its processes fail.
 In vLLM 0.32 on the CPU, a model with heads of 32 numbers is given the weights of a trainer, before and after an update,
 and draws tokens by its log-probabilities; some kernels compute in bfloat16 alone. "Names" stands for families whose
 kernels it lacks there: all of its weights come, by name and size, and it was not run. What vLLM cannot do ends with an
-error before a token is drawn, as it is said below. `python -m tests.vllm_families` tries it, in `make test-vllm`'s
-environment. SGLang was not tried.
+error before a token is drawn, as it is said below. `python -m tests.vllm_families` tries it, with vLLM's interpreter,
+as `make test-vllm` makes it, in the variable `LEADERLESS_VLLM_PYTHON`. SGLang was not tried.
 """
 ENGINE = """## In vLLM
 
 Windows of `cohere2` and `cohere2_moe` have one token more in vLLM than in `transformers`, and are refused there.
+The log-probabilities of DeepSeek-V3 and LFM2 differ with vLLM's own loader, too; whether they do on GPUs was not tried.
 """
 
 
