@@ -7,7 +7,7 @@ TEST_WORKERS ?= 3
 KILLS ?= 200
 OLDEST := $(shell sed -n "s/^ *\"\(torch\|transformers\)>=\([0-9.]*\).*/'\1==\2.*'/p" pyproject.toml)
 
-.PHONY: quickstart quickstart-real quickstart-robot test test-thorough test-oldest test-vllm test-bodies test-clusters test-loggers test-kernels test-real gpu-smoke gpu-retry gpu-measure gpu-wheels gpu-replica chaos lint format docs clean
+.PHONY: quickstart quickstart-real quickstart-robot test test-thorough test-oldest test-vllm test-bodies test-clusters test-loggers test-nixl test-tinker test-kernels test-real gpu-smoke gpu-retry gpu-measure gpu-wheels gpu-replica chaos lint format docs clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.installed
@@ -75,27 +75,49 @@ test-clusters: .venv-clusters/.installed
 	touch $@
 
 # Each logger with its tracker, in an environment of its own: TensorBoard, Weights & Biases offline, an MLflow server on
-# this machine, and Trackio's store; some minutes.
+# this machine, Trackio's store, and a Prometheus server (Debian: apt-get install prometheus); some minutes.
 test-loggers: .venv-loggers/.installed
-	.venv-loggers/bin/python -m pytest tests/contracts/test_loggers.py tests/unit/observability/loggers
+	.venv-loggers/bin/python -m pytest tests/contracts/test_loggers.py tests/contracts/test_prometheus_server.py tests/unit/observability/loggers
 
 .venv-loggers/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-loggers
 	.venv-loggers/bin/python -m pip install --quiet --editable .[test,mlflow,trackio,wandb]
 	touch $@
 
+# Rows and weights between ranks by the real NIXL, in the contract of such libraries, in a run, and in the databuffer's tests; minutes.
+test-nixl: .venv-nixl/.installed
+	.venv-nixl/bin/python -m pytest tests/contracts/test_transports.py tests/end_to_end/test_transport_setting.py
+	.venv-nixl/bin/python -m pytest --transport nixl tests/distributed/test_transport.py tests/distributed/test_databuffer.py tests/distributed/test_databuffer_errors.py tests/distributed/test_weight_stream.py tests/distributed/test_weight_differences.py tests/distributed/test_weight_copies.py
+
+.venv-nixl/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-nixl
+	.venv-nixl/bin/python -m pip install --quiet --editable .[test,nixl]
+	touch $@
+
+# The training service with Tinker's own client; minutes.
+test-tinker: .venv-tinker/.installed
+	.venv-tinker/bin/python -m pytest tests/unit/serving/training tests/end_to_end/test_training_service.py
+
+.venv-tinker/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-tinker
+	.venv-tinker/bin/python -m pip install --quiet --editable .[test,tinker]
+	touch $@
+
 # Each feature once with each pretrained model in the folder MODELS; half an hour for a small one.
 test-real: .venv/.installed-test
 	$(BIN)/python benchmarks/real_models.py $(MODELS)
 
-# Triton's kernels without a GPU: in its interpreter, against a loop, and compiled for two generations of GPUs; minutes.
+# Triton's kernels without a GPU: in its interpreter, against a loop, and compiled for two generations of GPUs; moments of
+# 8 bits, by torchao; and weights of 4 bits, by bitsandbytes; minutes.
 test-kernels: .venv-kernels/.installed
 	.venv-kernels/bin/python -m pytest tests/unit/rollout/test_paged_engine.py -k kernels --thorough
+	.venv-kernels/bin/python -m pytest tests/unit/training/test_optimizers.py tests/distributed/test_optimizers.py
+	.venv-kernels/bin/python -m pytest tests/unit/models/test_nf4.py tests/distributed/test_nf4.py
 
 # A torch for CUDA wants an older Triton, whose interpreter does not work with the newest NumPy: this one comes after it.
 .venv-kernels/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-kernels
-	.venv-kernels/bin/python -m pip install --quiet --editable .[test]
+	.venv-kernels/bin/python -m pip install --quiet --editable .[test,adamw-8bit,nf4]
 	.venv-kernels/bin/python -m pip install --quiet --no-deps 'triton==3.9.*'
 	touch $@
 

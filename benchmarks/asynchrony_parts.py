@@ -18,7 +18,7 @@ from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams
 from leaderless.training.engine import UpdateInfo
 from leaderless.training.forward_passes import Passes
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.training.sharded import WeightSharding
+from leaderless.training.weight_sharding import WeightSharding
 
 STEP_S, SEQUENCE_S = float(os.environ.get("STEP_S", "0.005")), float(os.environ.get("SEQUENCE_S", "0.00002"))
 """Seconds of a token of all sequences, and more for each of them."""

@@ -15,7 +15,7 @@ from leaderless.rollout.engine import Delta, Request, SamplingParams
 from leaderless.training.engine import UpdateInfo
 from leaderless.training.forward_passes import Passes
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.training.sharded import WeightSharding
+from leaderless.training.weight_sharding import WeightSharding
 
 
 class Pace:

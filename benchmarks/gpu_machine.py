@@ -36,7 +36,7 @@ from leaderless.rollout.native.paged_attention import attend_with_torch
 from leaderless.rollout.native.paged_check import paged_attention
 from leaderless.rollout.native.paged_engine import PagedEngine, PagedOptions
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.training.sharded import WeightSharding
+from leaderless.training.weight_sharding import WeightSharding
 
 sys.path.insert(0, str(Path(__file__).parent))  # where tests import it, too
 from made import Size

@@ -121,6 +121,26 @@ class Hosts:
         self._started.append(process)
         return process
 
+    def run_ranks(self, script: str, options: Sequence[str], log: Path) -> None:
+        """Run one rank of a script on each host, with its number in `--rank`, and wait until all have ended.
+
+        Raises:
+            RuntimeError: One of them has failed.
+        """
+        environment = {
+            "MASTER_ADDR": self.address(0),
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "PYTHONPATH": f"{Path(__file__).parents[1] / 'src'}",
+            "OMP_NUM_THREADS": "1",
+        }
+        started = [
+            self.start(rank, [sys.executable, script, "--rank", str(rank), *options], log, environment)
+            for rank in range(self.num_hosts)
+        ]
+        codes = [process.wait() for process in started]
+        if any(codes):
+            raise RuntimeError(log.read_text(encoding="utf-8"))
+
     def traffic(self) -> list[Traffic]:
         """Bytes that have passed the interface of each host, in the order of the hosts."""
         links = {link["ifname"]: link["stats64"] for link in json.loads(_ip("-n", self._switch, "-j", "-s", "link"))}

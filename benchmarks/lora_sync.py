@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from hosts import INTERFACE, Hosts
 from lora_report import FULL, SYNCS, Sync, sync_table
-from made import ROOT, Size
+from made import Size
 
 MODELS = {
     "Qwen2.5-0.5B": Size(896, 24, 14, 2, 4864, 151936),
@@ -57,19 +56,7 @@ def measure(model: str, repeats: int, mbit_per_s: float) -> list[Sync]:
     with tempfile.TemporaryDirectory() as folder, Hosts(2, mbit_per_s) as hosts:
         results, log = Path(folder, "results.json"), Path(folder, "log")
         options = ["--models", model, "--repeats", str(repeats), "--results", str(results)]
-        environment = {
-            "MASTER_ADDR": hosts.address(0),
-            "GLOO_SOCKET_IFNAME": INTERFACE,
-            "PYTHONPATH": f"{ROOT / 'src'}",
-            "OMP_NUM_THREADS": "1",
-        }
-        started = [
-            hosts.start(rank, [sys.executable, __file__, "--rank", str(rank), *options], log, environment)
-            for rank in range(2)
-        ]
-        codes = [process.wait() for process in started]
-        if any(codes):
-            raise RuntimeError(log.read_text(encoding="utf-8"))
+        hosts.run_ranks(__file__, options, log)
         measured = json.loads(results.read_text(encoding="utf-8"))
     return [Sync(model, mbit_per_s, way, size, seconds) for way, (size, seconds) in measured.items()]
 

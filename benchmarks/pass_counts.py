@@ -33,7 +33,7 @@ from leaderless.config.models import ModelConfig, OptimizerConfig, Whole
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.training.sharded import WeightSharding
+from leaderless.training.weight_sharding import WeightSharding
 from made import Size
 from published import table
 

@@ -22,7 +22,7 @@ from leaderless.models.value_model import load_value_model
 from leaderless.rollout.engine import Delta, Request, SamplingParams
 from leaderless.training.forward_passes import BoundedPasses, Passes
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
-from leaderless.training.sharded import WeightSharding
+from leaderless.training.weight_sharding import WeightSharding
 
 SCORING = 0.3
 """Seconds of a pass that only scores, as a share of those of an update."""

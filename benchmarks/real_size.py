@@ -6,7 +6,9 @@ A random model of the shape of Qwen2.5-0.5B (494 million parameters, a vocabular
 embeddings) is trained with GRPO for two steps with a checkpoint after each, killed in the third, resumed, evaluated,
 exported and served. Only memory that the system cannot take back (`RssAnon` and `RssShmem`) counts; it is sampled in
 each worker all the time, and the trace shows the phase that the worker was in. With `--pools`, one worker only
-generates and another one trains, for some steps; with `--adapters`, one worker trains adapters.
+generates and another one trains, for some steps; with `--adapters`, one worker trains adapters, on weights of some
+types. `--model FOLDER` takes another model; with `--brief`, adapters are trained for two small steps, and nothing else
+is measured.
 """
 
 from __future__ import annotations
@@ -224,6 +226,27 @@ def measure(
     return {name: {"measured": measured[name], "planned": phases[name]} for name in ORDER if name in measured}
 
 
+def measure_steps(folder: Path, model: Path, lora: Mapping[str, object]) -> dict[str, dict[str, int]]:
+    """Train adapters for two small steps; as `measure`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    changes: dict[str, object] = {
+        "models": {"policy": {"path": str(model), "lora": lora}},
+        "batch": {"prompts_per_step": 2, "responses_per_prompt": 4, "micro_batch_tokens": 256},
+        "rollout": {"max_response_tokens": 16, "max_sequences": 8},
+        "algorithm": {"kl": {"coefficient": 0.01}},
+        "checkpoint": {"every_steps": 2},
+        "steps": 2,
+    }
+    recipe, run = write_recipe(folder, model, is_asynchronous=False, changes=changes), folder / "runs/real"
+    begin, measured = time.time(), dict[str, int]()
+    with _watched(["train", str(recipe), "--workers=1"], folder / "train.log") as watch:
+        watch.wait()
+    _by_phase(watch, run, 1, begin, "loading", measured)
+    planned = _planned_for(recipe, 0, num_ranks=1)
+    shutil.rmtree(run)
+    return {name: {"measured": measured[name], "planned": planned[name]} for name in ORDER if name in measured}
+
+
 def measure_pools(folder: Path, model: Path, changes: Mapping[str, object]) -> dict[str, dict[str, int]]:
     """Train for some steps on a rank that only generates and one that trains; as `measure`, by what the rank is for."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -248,7 +271,7 @@ def measure_pools(folder: Path, model: Path, changes: Mapping[str, object]) -> d
     return results
 
 
-def _planned_for(recipe: Path, rank: int) -> dict[str, int]:
+def _planned_for(recipe: Path, rank: int, num_ranks: int = 2) -> dict[str, int]:
     """The estimate for a rank that may not be the fullest, by phase."""
     from leaderless.planner import Cluster, make_plan
     from leaderless.planner.memory import estimate as memory
@@ -256,7 +279,7 @@ def _planned_for(recipe: Path, rank: int) -> dict[str, int]:
 
     loaded = load_recipe(str(recipe)).recipe
     with patch.object(memory, "all_ranks", lambda *_: (rank,)):
-        estimate = make_plan(loaded, resolve_workflow(loaded.workflow), Cluster(2)).memory
+        estimate = make_plan(loaded, resolve_workflow(loaded.workflow), Cluster(num_ranks)).memory
     assert estimate is not None, "the size of the model is known"
     return {NAMES.get(name, name): size for name, size in estimate.cpu.totals.items()}
 
@@ -270,7 +293,8 @@ POOLS: Mapping[str, Mapping[str, object]] = {
     },
 }
 """Ways in which one rank generates and another one trains."""
-ADAPTERS = "1, adapters"
+ADAPTERS = {"float32": "1, adapters", "nf4": "1, adapters on nf4"}
+"""Runs of one worker that trains adapters, by the type of the weights below them."""
 COMMAND = [sys.executable, "-m", "leaderless"]
 NAMES = {
     "policy generates": "rollout",
@@ -344,23 +368,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--pools", nargs="*", choices=POOLS, default=[], help="also measure a rank that only generates")
-    parser.add_argument("--adapters", action="store_true", help="also measure one worker that trains adapters")
+    parser.add_argument("--adapters", nargs="*", choices=ADAPTERS, default=[], help="also measure training of adapters")
+    parser.add_argument("--brief", action="store_true", help="train adapters for two small steps alone")
+    parser.add_argument("--model", type=Path, help="folder of another model")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--folder", type=Path, help="folder to keep, with the model and all logs")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="real-size-") as name:
         folder = options.folder or Path(name)
-        if not (folder / "model").exists():
-            make_model(folder / "model")
+        if not (model := options.model or folder / "model").exists():
+            make_model(model)
         results = json.loads(options.results.read_text()) if options.results.exists() else {}
-        for workers in (*map(str, options.workers), *options.pools, *[ADAPTERS] * options.adapters):
+        of_bases = {ADAPTERS[base]: base for base in options.adapters}
+        for workers in (*map(str, options.workers), *options.pools, *of_bases):
             if workers in POOLS:
-                results[workers] = measure_pools(folder / "pools", folder / "model", POOLS[workers])
-            elif workers == ADAPTERS:
-                changes = {"models": {"policy": {"path": str(folder / "model"), "lora": {}}}}
-                results[workers] = measure(folder / "adapters", folder / "model", 1, changes=changes)
+                results[workers] = measure_pools(folder / "pools", model, POOLS[workers])
+            elif workers in of_bases and options.brief:
+                lora = {"base_dtype": of_bases[workers]}
+                results[workers] = measure_steps(folder / "adapters", model, lora)
+            elif workers in of_bases:
+                lora = {"base_dtype": of_bases[workers]}
+                changes = {"models": {"policy": {"path": str(model), "lora": lora}}}
+                results[workers] = measure(folder / "adapters", model, 1, changes=changes)
             else:
-                results[workers] = measure(folder / f"workers-{workers}", folder / "model", int(workers))
+                results[workers] = measure(folder / f"workers-{workers}", model, int(workers))
             options.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
             for phase, sizes in results[workers].items():
                 print(f"{workers} workers, {phase}: {sizes['measured'] / sizes['planned']:.2f} of what was planned")

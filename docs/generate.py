@@ -16,6 +16,7 @@ import typer
 from generate_algorithms import formulas_page, results_page, with_combinations
 from generate_bodies import bodies_page
 from generate_convert import FRAMEWORKS, with_settings
+from generate_distillation import distillation_pictures, with_distillation
 from generate_embodied import with_rlpd, with_srpo
 from generate_evidence import evidence_page, with_status
 from generate_families import families_page
@@ -32,6 +33,7 @@ from generate_performance import (
     with_fixed_lag,
     with_loading,
     with_lora,
+    with_offload,
     with_placement,
     with_real_models,
     with_real_size,
@@ -46,6 +48,7 @@ from generate_submit import submit_page
 from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.cli.main import app
 from leaderless.config import Recipe
+from leaderless.observability.known_metrics import METRICS
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.show.picture import draw_plan
 from leaderless.planner.workflow import (
@@ -59,7 +62,6 @@ from leaderless.planner.workflow import (
     load_recipe,
     resolve_workflow,
 )
-from leaderless.planner.workflow.metrics import METRICS
 from leaderless.planner.workflow.stage_spec import names_for
 
 DOCS = Path(__file__).resolve().parent
@@ -94,6 +96,11 @@ PICTURES = {
             *(f"layout.{name}.ranks=1" for name in ("solver_rollout", "solver", "advantage", "critic")),
         ),
     ),
+    "workflow-gkd": Picture(
+        "recipes/quickstart/grpo.yaml",
+        2,
+        ("workflow=gkd", "algorithm.kl.coefficient=0", "models.reference=teacher", "algorithm.distillation.top_k=64"),
+    ),
     "workflow-sft": Picture("recipes/quickstart/sft.yaml", 2),
     "workflow-informative": Picture("examples/own_workflow/recipe.yaml", 2),
 }
@@ -101,6 +108,7 @@ PICTURES = {
 
 
 FILLED: Mapping[str, Callable[[str], str]] = {
+    "algorithms/distillation.md": with_distillation,
     "algorithms/gdpo.md": with_gdpo,
     "algorithms/index.md": with_combinations,
     "algorithms/srpo.md": with_srpo,
@@ -113,7 +121,7 @@ FILLED: Mapping[str, Callable[[str], str]] = {
     "performance/episodes.md": with_episodes,
     "performance/generation.md": lambda page: with_generation(with_decode_counts(page)),
     "performance/gpu.md": with_gpu,
-    "performance/memory.md": lambda page: with_loading(with_real_size(page)),
+    "performance/memory.md": lambda page: with_offload(with_loading(with_real_size(page))),
     "performance/placement.md": with_placement,
     "performance/published.md": with_published,
     "performance/real-models.md": with_real_models,
@@ -163,6 +171,7 @@ def render() -> dict[Path, str]:
         readme = ROOT / f"README{ending}"
         files[readme] = with_status(readme.read_text(encoding="utf-8"), language)
     pictures = {name: draw(picture) for name, picture in PICTURES.items()} | gallery_pictures() | gdpo_pictures()
+    pictures |= distillation_pictures()
     return files | {DOCS / "images" / f"{name}.svg": text for name, text in pictures.items()}
 
 
@@ -252,6 +261,7 @@ CONDITIONS = {
     "batch.updates_per_step=2": "`batch.updates_per_step` is above 1",
     "algorithm.kl.coefficient=0.1": "`algorithm.kl.coefficient` is above 0",
     "algorithm.kl={coefficient: 0.1, place: reward}": "also `algorithm.kl.place` is `reward`",
+    "algorithm.distillation.top_k=64": "`algorithm.distillation.top_k` is set",
     "algorithm.overlong.filter=true": "`algorithm.overlong.filter` is set",
     **{
         f"algorithm.advantage={{type: {kind}}}": f"`algorithm.advantage.type` is `{kind}`"
@@ -301,7 +311,8 @@ def _stage_rows(name: str, spec: StageSpec) -> Iterator[tuple[str, str]]:
         "score": "computes log-probabilities with it",
         "train": "trains it",
     }
-    yield "role", role[spec.role_use]
+    teachers = {"teach": "none; it asks the teachers", "distill": "trains it; without `top_k` it asks the teacher"}
+    yield "role", teachers.get(name) or role[spec.role_use]
     if spec.needs_whole_episodes:
         yield "whole groups", "needed on one rank if episodes may have several samples"
     else:

@@ -66,8 +66,16 @@ def _with_weight_travel(page: str) -> str:
     """A page with the newest results of `benchmarks/weight_travel.py` between its two marks."""
     from benchmarks.weight_travel_report import conditions, load, table
 
-    results = load()
+    results, page = load(), _with_weight_differences(page)
     return between(page, "weight travel", None if results is None else f"{conditions(results)}\n\n{table(results)}")
+
+
+def _with_weight_differences(page: str) -> str:
+    """A page with the newest results of `benchmarks/weight_differences.py` between its two marks."""
+    from benchmarks.weight_differences_report import conditions, load, table
+
+    found = load()
+    return between(page, "weight differences", f"{conditions(found)}\n\n{table(found)}" if found else None)
 
 
 def with_placement(page: str) -> str:
@@ -150,6 +158,17 @@ def with_real_models(page: str) -> str:
         picture = f"![Mean reward of each step, and held-out accuracy, by side](../images/{real_task.PICTURE.name})"
         task = f"{picture}\n\n{real_task.conditions(results)}\n\n{real_task.table(results)}"
     return between(between(page, "real models", models), "real task", task)
+
+
+def with_offload(page: str) -> str:
+    """A page with the newest results of `benchmarks/offload.py` between its marks."""
+    from benchmarks import offload, real_models
+
+    content = None
+    if offload.RESULTS.exists():
+        results = json.loads(offload.RESULTS.read_text(encoding="utf-8"))
+        content = f"{real_models.conditions(results)}\n\n{offload.table(results)}"
+    return between(page, "offload", content)
 
 
 def measured() -> str:

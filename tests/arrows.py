@@ -18,7 +18,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 PACKAGE = "leaderless"
 ROOMS = {
     "cli": "the command line, recipes of other frameworks, the project that `leaderless new` writes",
-    "serving": "a wing: OpenAI's API, learning online, the live page; only it imports web libraries",
+    "serving": "a wing: OpenAI's API, learning online, training services, the live page; only it imports web libraries",
     "embodied": "a wing: policies of bodies, simulators, robots, and how they are trained",
     "run": "a run from its recipe to its report; launchers, checks of machines, jobs of clusters",
     "worker": "one process: builds its part, walks its chain, evaluates, saves and supervises",

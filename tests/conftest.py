@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from tests.distributed.ranks import RankPool
+from tests.transports import VARIABLE
 
 # A shell that starts this in the background makes it ignore Ctrl-C, and all processes of the tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -44,11 +45,14 @@ settings.load_profile("quick")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that `make test-thorough` uses."""
+    parser.addoption("--transport", choices=["nixl", "stand-in"], help="move rows and weights between ranks by NIXL")
     parser.addoption("--thorough", action="store_true", help="run the long forms too, with 1,000 random examples each")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Explore in the thorough form, unless another profile of hypothesis is selected."""
+    if library := config.getoption("transport"):
+        os.environ[VARIABLE] = library
     if config.getoption("thorough") and not config.getoption("--hypothesis-profile"):
         settings.load_profile("thorough")
 

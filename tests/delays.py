@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 from unittest.mock import patch
 
 from leaderless.distributed.weights.copies import PendingCopy
-from leaderless.distributed.weights.stream import _Delivery
+from leaderless.distributed.weights.delivery import WeightDelivery
 from leaderless.rollout.weight_sources import Fed
 from leaderless.worker.asynchronous.channels import Channels, Inbox, Note, Outbox
 from leaderless.worker.build.roles import Roles
@@ -29,8 +29,8 @@ PLACES: list[tuple[type, str]] = [
     (Inbox, "take"),
     (Fed, "fetch"),
     (PendingCopy, "wait"),
-    (_Delivery, "_pack"),
-    (_Delivery, "_take"),
+    (WeightDelivery, "_pack"),
+    (WeightDelivery, "_take"),
     (Roles, "copy_weights"),
     (Channels, "_send_rows"),
     (Channels, "end_iteration"),

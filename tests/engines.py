@@ -15,8 +15,9 @@ from torch import Tensor
 
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
-from leaderless.distributed.remote.child_server import ChildServer, EngineError
+from leaderless.distributed.remote.child_server import ChildServer
 from leaderless.distributed.remote.messages import Ask, Gain, Settings
+from leaderless.distributed.remote.server_calls import EngineError
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.distributed.weights.blocks import Pool, even_rows
 from leaderless.distributed.weights.buckets import LocalStaging, make_buckets
@@ -224,8 +225,10 @@ def fake_sglang_python(folder: Path) -> str:
     path = folder / "python"
     # Modules stay: to look for garbage among them would take a third of the time of their import.
     program = f"import gc, sys; gc.disable(); sys.path[0] = '{Path(__file__).parents[1]}'; "
+    program += "from tests import fake_sglang_arguments as known; known.answer() and sys.exit(); "
     program += "from tests import fake_sglang as fake; gc.freeze(); gc.enable(); fake.main()"
-    call = f'export FAKE_SGLANG_LOG={folder}/calls.jsonl\nexec {sys.executable} -c "{program}" "$@"'
+    logs = f'echo "$@" >> {folder}/commands\nexport FAKE_SGLANG_LOG={folder}/calls.jsonl'
+    call = f'{logs}\nexec {sys.executable} -c "{program}" "$@"'
     path.write_text(f"#!/bin/sh\n{call}\n")
     path.chmod(0o755)
     return str(path)

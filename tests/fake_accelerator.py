@@ -337,7 +337,7 @@ def refusals(accelerator: Accelerator) -> dict[str, int]:
     engine.compute_dtype = torch.bfloat16
     add_gradients(engine, random_samples(LENGTHS[:3], siblings=3), loss, entropy="value")
     engine.optimizer_step()
-    steps = {moments["step"].device.type for moments in engine._optimizer.state.values()}
+    steps = {number.device.type for number in engine._optimizer._numbers.values()}
     assert steps == {"cpu"}
     return {"tokens": num_tokens, "copies to the host": copies, "warnings": num_warnings}
 

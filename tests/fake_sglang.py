@@ -23,16 +23,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from safetensors.torch import load_file
 from tests.engines import CopyDriver
+from tests.fake_sglang_arguments import FLAGS, VALUES
 
 from leaderless.distributed.remote.messages import Ask
 from leaderless.models.routers import Routers
 
 LOG_VARIABLE = "FAKE_SGLANG_LOG"
-VALUES = {"model-path", "host", "port", "dtype", "context-length", "max-running-requests", "load-format"}
-VALUES |= {"mem-fraction-static", "sampling-defaults", "device", "base-gpu-id", "revision"}
-FLAGS = {"skip-tokenizer-init", "enable-memory-saver", "enable-weights-cpu-backup", "trust-remote-code"}
-VALUES |= {"max-lora-rank", "max-loras-per-batch", "max-loaded-loras"}
-FLAGS |= {"stream-output", "disable-cuda-graph", "enable-lora", "enable-return-routed-experts"}
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop_token_ids", "ignore_eos", "sampling_seed"}
 FIELDS: Mapping[str, set[str]] = {
     "/generate": {"rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "stream", "lora_path"}

@@ -95,15 +95,16 @@ def serving(model: Model, port: int = 0) -> Iterator[JudgeServer]:
                 state.most_at_once = max(state.most_at_once, state.now)
             try:
                 assert self.path == "/v1/chat/completions", self.path
-                said = model(heard, number)
-                with suppress(OSError):
-                    self.send(Said(said) if isinstance(said, str) else said)
+                found = model(heard, number)
+                said = Said(found) if isinstance(found, str) else found
+                time.sleep(said.delay_s)
             finally:
-                with state.lock:
+                with state.lock:  # before the client has its answer, and asks again
                     state.now -= 1
+            with suppress(OSError):
+                self.send(said)
 
         def send(self, said: Said) -> None:
-            time.sleep(said.delay_s)
             choice = {"message": {"role": "assistant", "content": said.text}, "finish_reason": said.finish_reason}
             body = json.dumps({"choices": [choice]}).encode() if said.body is None else said.body
             self.send_response(said.status)

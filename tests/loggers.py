@@ -70,7 +70,9 @@ def begin(folder: Path) -> RunDirectory:
     """A folder of a run without a step."""
     directory = RunDirectory(folder)
     directory.path.mkdir(parents=True)
-    directory.config.write_text("name: trial\nsteps: 4\nreward:\n  own.module:grade:\n    weight: 1.0\n")
+    directory.config.write_text(
+        "name: trial\nsteps: 4\nrun:\n  tags: [b, second try]\nreward:\n  own.module:grade:\n    weight: 1.0\n"
+    )
     return directory
 
 

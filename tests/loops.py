@@ -248,7 +248,7 @@ def beside(generating: int, training: int) -> dict[str, dict[str, str]]:
 
 def numbers(directory: RunDirectory) -> list[dict[str, float]]:
     """The numbers of each step that do not depend on time."""
-    unsteady = ("time", "seconds/", "throughput/", "memory/", "data/wait", "rollout/tokens_per_s")
+    unsteady = ("time", "seconds/", "sent/", "throughput/", "memory/", "data/wait", "rollout/tokens_per_s")
     return [{k: v for k, v in row.items() if not k.startswith(unsteady)} for row in directory.read_metrics()]
 
 

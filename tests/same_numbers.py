@@ -6,8 +6,9 @@ A change that is not meant to change numbers proves it with this. Recipes of the
 and of robots run for some steps with the sources of both commits and the same libraries: from the same weights, each
 step must report the same reward, length, loss, gradient norm and evaluation, and the last checkpoint must hold the same
 bytes of weights and optimizer states. Runs of continuous generation follow the journal of one run of the other commit.
-Seconds, bytes and speeds are not compared. Both sides run one after the other, on one thread for each worker, and both
-are only given commands and recipes, so that it does not matter where their modules are.
+Seconds, bytes and speeds are not compared, nor what only the newer commit reports. Both sides run one after the other,
+on one thread for each worker, and both are only given commands and recipes, so that it does not matter where their
+modules are.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ PREPARATIONS = {
     ),
 }
 """Commands that make the models and the data that runs begin with; the other commit executes them, once."""
-UNSTEADY = re.compile(r"(time|seconds|throughput|memory)(/|$)|data/wait|.*(_s|/engine_busy)(/|$)")
+UNSTEADY = re.compile(r"(time|seconds|sent/seconds|throughput|memory)(/|$)|data/wait|.*(_s|/engine_busy)(/|$)")
 """Names of numbers that differ from run to run."""
 RENAMED = {"eval/": "evaluation/"}
 """Prefixes of names in older commits, and the names they have now."""
@@ -192,7 +193,7 @@ def _compare(name: str, sources: Path, other: Path, here: Path) -> bool:
         start = prepare(case.prepared, sources, other)
         before, journal = _other_numbers(name, sources, start, other)
         now = numbers_of(run(case, ROOT, start, here / name, follow=journal))
-        is_same, found = compared(before, now)
+        is_same, found = compared(before, now, may_add=True)
     except RuntimeError as error:
         is_same, found = False, str(error)
     print(f"{name}: {found} ({time.monotonic() - begin:.0f} s)", flush=True)
@@ -316,13 +317,18 @@ def _digests(checkpoint: Path) -> dict[str, str]:
     return digests
 
 
-def compared(before: Numbers, now: Numbers) -> tuple[bool, str]:
-    """Whether two runs have the same results, and what differs or how much is the same."""
+def compared(before: Numbers, now: Numbers, *, may_add: bool = False) -> tuple[bool, str]:
+    """Whether two runs have the same results, and what differs or how much is the same.
+
+    With `may_add`, the second run may report numbers that the first one does not know.
+    """
     found = []
     olds, news = ([_steady(record) for record in numbers.steps] for numbers in (before, now))
     if len(olds) != len(news):
         found.append(f"{len(olds)} and {len(news)} lines of numbers")
-    for name in dict.fromkeys(name for step in (*olds, *news) for name in step):
+    known = dict.fromkeys(name for step in olds for name in step)
+    added = dict.fromkeys(name for step in news for name in step if name not in known)
+    for name in known if may_add else known | added:
         pairs = [(old.get(name), new.get(name)) for old, new in zip(olds, news, strict=False)]
         unlike = [place for place, (old, new) in enumerate(pairs) if repr(old) != repr(new)]
         if unlike:
@@ -333,8 +339,10 @@ def compared(before: Numbers, now: Numbers) -> tuple[bool, str]:
     tensors = {name for name in {*before.tensors, *now.tensors} if before.tensors.get(name) != now.tensors.get(name)}
     if tensors:
         found.append(f"{len(tensors)} of {len(now.tensors)} tensors differ, among them {min(tensors)}")
-    same = f"{sum(map(len, news))} numbers and {len(now.tensors)} tensors are the same"
-    return not found, "; ".join(found) or same
+    count = sum(name in known for step in news for name in step)
+    same = f"{count} numbers and {len(now.tensors)} tensors are the same"
+    found = found or [same]
+    return found == [same], "; ".join([*found, *(f"{name} is new" for name in added)])
 
 
 def _steady(record: dict[str, float]) -> dict[str, float]:

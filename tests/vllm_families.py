@@ -30,7 +30,7 @@ from tests.unit.rollout.test_engine_forms import scored
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.prompts.encode import Tokenizer
-from leaderless.distributed.remote.child_server import EngineError
+from leaderless.distributed.remote.server_calls import EngineError
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.loading.weight_sources import form_of
 from leaderless.rollout.engine import PROBE_TOLERANCE, Request, SamplingParams, generate

@@ -21,7 +21,8 @@ from leaderless.models.value_model import ValueModel, load_value_model
 from leaderless.training.engine import UpdateInfo
 from leaderless.training.forward_passes import BoundedPasses
 from leaderless.training.micro_batches import MicroBatch
-from leaderless.training.optimizer import learning_rate_at, make_optimizer
+from leaderless.training.optimizers.make_optimizer import make_optimizer
+from leaderless.training.optimizers.optimizer import TrainedWeight, learning_rate_at
 
 
 class Replicated(BoundedPasses):
@@ -35,7 +36,7 @@ class Replicated(BoundedPasses):
         self.is_value_model = setup.is_critic
         self.vocab_size = model.vocab_size
         model.requires_grad_(setup.optimizer is not None)
-        self._optimizer = make_optimizer(model.parameters(), setup.optimizer) if setup.optimizer else None
+        self._optimizer = make_optimizer(self.trained(), setup.optimizer) if setup.optimizer else None
 
     def optimizer_step(self, allow: Callable[[float], bool] | None = None) -> UpdateInfo:
         config = self._setup.optimizer
@@ -51,9 +52,7 @@ class Replicated(BoundedPasses):
             return UpdateInfo(grad_norm, learning_rate, is_made=False)
         if not math.isfinite(grad_norm):
             raise RuntimeError(f"the gradient norm of update {self.policy_version} is {grad_norm}")
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
+        self._optimizer.step(learning_rate)
         self._optimizer.zero_grad()
         self.policy_version += 1
         return UpdateInfo(grad_norm, learning_rate)
@@ -64,6 +63,9 @@ class Replicated(BoundedPasses):
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.module.model.named_parameters()
+
+    def trained(self) -> Iterator[TrainedWeight]:
+        yield from (TrainedWeight(*one) for one in self.weights())
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, weight in self.weights():
@@ -83,17 +85,14 @@ class Replicated(BoundedPasses):
         if self._optimizer is None:
             return state
         for name, weight in self.weights():
-            moments = self._optimizer.state[weight]
-            for moment in ("exp_avg", "exp_avg_sq"):
-                state[f"optimizer.{moment}.{name}"] = moments.setdefault(moment, torch.zeros_like(weight))
-            moments.setdefault("step", torch.zeros((), device=self.device))
+            for kind, kept in self._optimizer.states(weight).items():
+                state[f"optimizer.{kind}.{name}"] = kept
         return state
 
     def state_loaded(self, policy_version: int) -> None:
         self.policy_version = policy_version
         if self._optimizer is not None:
-            for moments in self._optimizer.state.values():
-                moments["step"].fill_(float(policy_version))
+            self._optimizer.resume(policy_version)
 
     def inputs(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Attention, Tensor]:
         """Arguments of the model; at least one token is selected, as a model has to compute something."""

@@ -7,7 +7,7 @@ from tests.contracts.plain_engine import PlainEngine
 from torch import Tensor
 
 from leaderless import RolloutSetup, rollout_engine
-from leaderless.distributed.remote.child_server import EngineError
+from leaderless.distributed.remote.server_calls import EngineError
 from leaderless.distributed.weights.stream import WeightStream
 from leaderless.rollout.engine import Delta
 

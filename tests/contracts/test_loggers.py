@@ -94,7 +94,7 @@ class TensorBoard(Tracker):
 
 class Wandb(Tracker):
     def config(self) -> LoggerConfig:
-        options: dict[str, Json] = {"mode": "offline", "project": "trials", "tags": ["a"], "group": "b"}
+        options: dict[str, Json] = {"mode": "offline", "project": "trials", "tags": ["a", "b"], "group": "b"}
         return LoggerConfig(type="wandb", options=options)
 
     def _records(self) -> Iterator[object]:
@@ -120,7 +120,9 @@ class Wandb(Tracker):
 
     def recipe(self) -> str:
         runs = [record.run for record in self._records() if record.WhichOneof("record_type") == "run"]
-        assert {(run.project, run.run_group, tuple(run.tags)) for run in runs} == {("trials", "b", ("a",))}
+        assert {(run.project, run.run_group, frozenset(run.tags)) for run in runs} == {
+            ("trials", "b", frozenset({"a", "b", "second try"}))
+        }
         return str(runs[0].config)
 
     def table(self) -> str:
@@ -204,6 +206,7 @@ class Mlflow(Tracker):
     def recipe(self) -> str:
         assert self._run().data.params["reward.own.module_grade.weight"] == "1.0"
         assert self._run().info.status == "FINISHED"
+        assert {"b", "second try"} <= {tag for tag, value in self._run().data.tags.items() if value == "true"}
         return self._file("config.yaml")
 
     def table(self) -> str:

@@ -49,6 +49,7 @@ WORKFLOWS: dict[str, dict[str, object]] = {
         "reward": {},
     },
     "rlhf": {"models": dict.fromkeys(("policy", "reward_model"), tiny_model()), "reward": {}},
+    "gkd": {"models": dict.fromkeys(("policy", "reference"), tiny_model()), "algorithm.distillation": {"top_k": 3}},
     "happo": {
         "models": dict.fromkeys(("planner", "solver", "critic"), tiny_model()),
         "environment": {

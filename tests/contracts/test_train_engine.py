@@ -446,7 +446,7 @@ def test_what_is_no_engine_is_refused_with_what_it_lacks(ranks: RankPool) -> Non
 def test_no_module_outside_of_training_knows_which_back_end_runs() -> None:
     sources = ROOT / "src/leaderless"
     known = {sources / "planner/engines.py", sources / "config/models.py"}
-    known |= {sources / "planner/checks/capabilities.py"}
+    known |= {sources / "planner/checks" / name for name in ("capabilities.py", "optimizers.py")}
     """The table of built-in back ends, the default of the setting, and refusals that name what would work."""
     own = {sources / folder for folder in ("training", "embodied/training", "cli/convert_config")}
     """Engines, and the settings of other programs."""

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from tests.forking import NUM_NURSERIES, Forked
+from tests.transports import VARIABLE, moved_by
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -366,7 +367,8 @@ def _answer(task: _Task, store: TCPStore) -> bytes:
                 world_size=world_size,
                 timeout=timedelta(seconds=task.timeout_s),
             )
-        return pickle.dumps(_Answer(run(*task.args), "", time.monotonic()))
+        with moved_by(os.environ.get(VARIABLE, "torch")):
+            return pickle.dumps(_Answer(run(*task.args), "", time.monotonic()))
     except BaseException:  # noqa: BLE001  (whatever it is, the test session shows it)
         return pickle.dumps(_Answer(None, traceback.format_exc(), time.monotonic()))
     finally:

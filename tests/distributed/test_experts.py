@@ -337,8 +337,8 @@ def test_ranks_that_cannot_divide_experts_are_refused(tmp_path: Path, layout: di
 
 def test_ranks_that_would_divide_no_experts_are_refused(tmp_path: Path) -> None:
     models = {"policy": experts_model(tmp_path, "qwen3_moe")}
-    for node in ("rollout", "reward"):
-        with pytest.raises(RecipeError, match=rf"layout.{node}.ep: ep=2: node '{node}' neither trains nor scores"):
+    for node, why in (("reward", "node 'reward' has no model whose"), ("rollout", "the engine 'native' of 'policy'")):
+        with pytest.raises(RecipeError, match=rf"layout.{node}.ep: ep=2: {why}"):
             plan_of("grpo", 2, models=models, layout={node: {"ep": 2}})
     with pytest.raises(RecipeError, match=rf"layout.policy.ep: .* '{REPEATING}' of 'policy' does not divide experts"):
         plan_of("grpo", 2, models=models, layout={"policy": {"ep": 2}}, training={"backend": REPEATING})

@@ -21,7 +21,7 @@ from tests.unit.recipes import plan_of, write_model
 from transformers import AutoModelForCausalLM
 
 from leaderless.config import RecipeError
-from leaderless.config.models import LoraConfig, ModelConfig
+from leaderless.config.models import LoraConfig, ModelConfig, Whole
 from leaderless.distributed.transport import Transport
 from leaderless.distributed.weights.blocks import LocalWeight, Pool, everything
 from leaderless.distributed.weights.route import WeightRoute
@@ -49,13 +49,21 @@ def loss_of(outputs: TokenOutputs, micro_batch: MicroBatch) -> torch.Tensor:
     return (gain[: len(outputs.log_probs)] * outputs.log_probs).sum()
 
 
-def train(path: str, sizes: dict[str, int], changes: Mapping[str, object], num_updates: int = 2) -> Numbers:
+def train(
+    path: str,
+    sizes: dict[str, int],
+    changes: Mapping[str, object],
+    num_updates: int = 2,
+    keeps: Whole = "nothing",
+) -> Numbers:
     """Scores before and after some updates, norms of gradients, and weights."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
     layout = Layout(transport.world.ranks, **sizes)
     setup = setup_of(transport, layout, path)
     config = ModelConfig(path=path, **{"lora": LoraConfig(rank=3, alpha=6)} | changes)  # type: ignore[arg-type]
-    engine, shard = make_engine(replace(setup, model=config, seed=SEED)), layout.shard_of(transport.rank)
+    sharding = ShardingSetup(keeps=keeps)
+    engine = make_engine(replace(setup, model=config, seed=SEED, sharding=sharding))
+    shard = layout.shard_of(transport.rank)
     assert isinstance(engine, FsdpEngine)
     assert engine.seed == SEED
     first = sum(SHARES[layout.dp][:shard])

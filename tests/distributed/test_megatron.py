@@ -26,8 +26,9 @@ from torch import Tensor
 
 from leaderless.base.values import Json
 from leaderless.data.batch import Batch
-from leaderless.distributed.remote.child_server import ChildServer, EngineError
+from leaderless.distributed.remote.child_server import ChildServer
 from leaderless.distributed.remote.messages import NUMBER
+from leaderless.distributed.remote.server_calls import EngineError
 from leaderless.distributed.transport import Transport
 from leaderless.distributed.weights.blocks import LocalWeight
 from leaderless.planner import Layout

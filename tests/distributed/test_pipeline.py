@@ -330,7 +330,7 @@ def words_of_both_ends(path: str) -> tuple[Tensor, ...]:
     norms = [update() for _ in range(3)]
     assert min(norms) > OPTIMIZER.max_grad_norm, "gradients are scaled down"
     if (words := engine.model.shared_words) is not None:
-        moments = engine._optimizer.state[words]
+        moments = engine._optimizer.states(words)
         kept = words.detach(), moments["exp_avg"], moments["exp_avg_sq"]
         for one in kept if engine.line.stages.is_last else ():
             one.fill_(9.0)  # a checkpoint has those of the first stage

@@ -32,7 +32,7 @@ PLACES: dict[str, tuple[int, dict[str, object]]] = {
         {"rollout": {"ranks": "0-3", "tp": 2}, "reward": {"ranks": "1-2"}, "policy": {"ranks": "0-3"}},
     ),
 }
-CLOCKS = ("time", "seconds/", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/")
+CLOCKS = ("time", "seconds/", "sent/", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/")
 
 
 @pytest.fixture(scope="module")

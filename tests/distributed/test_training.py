@@ -22,6 +22,8 @@ from leaderless.distributed.transport import Transport
 from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.training.micro_batches import MicroBatch, response_lengths
+from leaderless.training.optimizers.make_optimizer import make_optimizer
+from leaderless.training.optimizers.optimizer import TrainedWeight
 from leaderless.training.sharded import forget_order
 
 LENGTHS = [(3, 9), (7, 1), (5, 14), (1, 30), (12, 2), (4, 4), (9, 21), (2, 5), (6, 0), (3, 17), (8, 8)]
@@ -235,14 +237,16 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_and_leaves_weights_alone(
 
 def count_weight_decay(model: str) -> tuple[int, int]:
     """Weights with and without decay."""
-    from leaderless.training.optimizer import make_optimizer
 
-    module: nn.Module = load_causal_lm(ModelConfig(path=model), "policy")
-    groups = make_optimizer(module.parameters(), OptimizerConfig(weight_decay=0.1)).param_groups
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-    assert all(p.ndim >= 2 for p in groups[0]["params"])
-    assert all(p.ndim == 1 for p in groups[1]["params"])
-    return len(groups[0]["params"]), len(groups[1]["params"])
+    module = load_causal_lm(ModelConfig(path=model), "policy")
+    config = OptimizerConfig(weight_decay=0.1, learning_rate=1.0)
+    optimizer = make_optimizer([TrainedWeight(*one) for one in module.model.named_parameters()], config)
+    for weight in optimizer.weights:
+        torch.nn.init.ones_(weight.parameter).grad = torch.zeros_like(weight.parameter)
+    optimizer.step(1.0)
+    changed = [weight for weight in optimizer.weights if not bool((weight.parameter == 1).all())]
+    assert all(bool((weight.parameter == 0.9).all()) for weight in changed)
+    return len(changed), len(optimizer.weights) - len(changed)
 
 
 def test_weight_decay_spares_biases_and_norms() -> None:

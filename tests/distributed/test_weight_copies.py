@@ -27,8 +27,9 @@ from leaderless.distributed.weights.blocks import (
     whole_block,
 )
 from leaderless.distributed.weights.copies import begin_copy
+from leaderless.distributed.weights.delivery import WeightDelivery
 from leaderless.distributed.weights.route import WeightRoute
-from leaderless.distributed.weights.stream import WeightStream, _Delivery, receive_weights, send_weights
+from leaderless.distributed.weights.stream import WeightStream, receive_weights, send_weights
 from leaderless.distributed.weights.tensor_parallel import stage_rows, tensor_rows
 from leaderless.planner import Layout
 from leaderless.rollout.engine import RolloutEngine
@@ -126,7 +127,7 @@ def receive_from_a_rank_that_stops() -> str:
                 box.begin(4)
                 box.take()
             elif transport.rank == 1:
-                next(_Delivery(route, held_by(holders, 1), lane).deliver(lambda _: {}))
+                next(WeightDelivery(route, held_by(holders, 1), lane).deliver(lambda _: {}))
             else:
                 send_weights(route, begin_copy(held_by(holders, 0), torch.float32).wait(), lane)
                 Note(4).exchange(lane, "policy=>rollout")

@@ -26,8 +26,8 @@ from leaderless.config.models import ModelConfig
 from leaderless.distributed.activity import Activity
 from leaderless.distributed.in_flight import PendingMessage, RoundUnderWay
 from leaderless.distributed.transport import ProcessGroup, Round, Transport
+from leaderless.distributed.weights import delivery
 from leaderless.distributed.weights import route as routes
-from leaderless.distributed.weights import stream
 from leaderless.distributed.weights.blocks import (
     HeldWeights,
     LocalWeight,
@@ -296,7 +296,8 @@ def bring_late(where: str) -> tuple[str, int, int]:
     One byte of the last message to rank 2, or of the last that it gathers, changes on the way. Every row is a message.
     """
     transport, num_reads = Transport(torch.device("cpu"), 5), 0
-    finish, wait, read, is_here = ProcessGroup._finish, PendingMessage.wait, stream._Delivery._read, transport.rank == 2
+    finish, wait, read = ProcessGroup._finish, PendingMessage.wait, delivery.WeightDelivery._read
+    is_here = transport.rank == 2
     left = {"message": 0, "gather": 0}
 
     def damaged_round(self: ProcessGroup, under_way: RoundUnderWay, what: str) -> None:
@@ -313,7 +314,7 @@ def bring_late(where: str) -> tuple[str, int, int]:
             gathered[1, 3] ^= 1
         return gathered
 
-    def counted(self: stream._Delivery, found: Sequence[stream._Found]) -> None:
+    def counted(self: delivery.WeightDelivery, found: Sequence[delivery.Found]) -> None:
         nonlocal num_reads
         num_reads += 1
         read(self, found)
@@ -326,8 +327,8 @@ def bring_late(where: str) -> tuple[str, int, int]:
         with (
             patch.object(ProcessGroup, "_finish", damaged_round),
             patch.object(PendingMessage, "wait", damaged_gather),
-            patch.object(stream, "_is_read_late", lambda _: True),
-            patch.object(stream._Delivery, "_read", counted),
+            patch.object(delivery, "_is_read_late", lambda _: True),
+            patch.object(delivery.WeightDelivery, "_read", counted),
         ):
             try:
                 arrived, version = bring(case, transport)

@@ -112,5 +112,5 @@ def metrics(run_folder: Path, log: str = "metrics.jsonl", *, with_times: bool = 
     lines = [json.loads(line) for line in (run_folder / log).read_text().splitlines()]
     if with_times:
         return lines
-    clocks = ("time", "seconds/", "throughput/", "rollout/tokens_per_s")
+    clocks = ("time", "seconds/", "sent/", "throughput/", "rollout/tokens_per_s")
     return [{name: value for name, value in line.items() if not name.startswith(clocks)} for line in lines]

@@ -33,7 +33,17 @@ from leaderless.worker.replan.replanner import NUM_LOOKED_AT
 
 SWITCH, NUM_STEPS = 2, 3
 MODEL = tiny_model(num_layers=1)
-UNSTEADY = ("time", "seconds/", "throughput", "memory/", "balance/", "data/wait", "transfer/", "rollout/tokens_per_s")
+UNSTEADY = (
+    "time",
+    "seconds/",
+    "sent/",
+    "throughput",
+    "memory/",
+    "balance/",
+    "data/wait",
+    "transfer/",
+    "rollout/tokens_per_s",
+)
 """Prefixes of the names of numbers that differ from run to run, or from layout to layout."""
 Ranks = Mapping[str, str]
 """Ranks of nodes."""

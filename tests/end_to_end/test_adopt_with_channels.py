@@ -64,7 +64,8 @@ def test_layouts_are_found_by_the_seconds_of_ranks_that_generate_continuously(ru
     schedule = {"schedule": {"replan_every_steps": 5, "layouts": "auto"}}
     found = "rollout on 0-1; reward, old, advantage, samples, policy on 2"
     runs(1, 2, {**CHANNEL, "capacity": 1}, "found", steps=STEPS, switches={5: found}, **schedule)
-    (event,) = [json.loads(line) for line in runs.directory("found").events.open()]
+    events = [json.loads(line) for line in runs.directory("found").events.open()]
+    (event,) = [one for one in events if one["event"] == "switch"]
     assert (event["step"], event["to"]) == (5, found)
     assert min(event["now_s"], event["expected_s"]) > 0
 

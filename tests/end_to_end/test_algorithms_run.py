@@ -59,7 +59,22 @@ CASES: dict[str, dict[str, object]] = {
         "algorithm.policy_loss": {"type": "tests.end_to_end.own_algorithm:OwnLoss", "strength": 2.0},
     },
     "overlong": {"algorithm.overlong": {"buffer_tokens": 4, "filter": True}},
+    "gkd": {"workflow": "gkd"},
+    "gkd of given words": {
+        "workflow": "gkd",
+        "algorithm.distillation": {"top_k": 7, "divergence": "jensen_shannon", "beta": 0.3, "temperature": 1.5},
+    },
+    "gkd of itself": {
+        "workflow": "gkd",
+        "algorithm.distillation": {
+            "top_k": 5,
+            "teacher": "policy",
+            "context": {"template": "{prompt}{answer}", "max_prompt_tokens": 12},
+        },
+    },
 }
+TAUGHT = ("distillation", "gkd", "gkd of given words")
+"""Cases with a teacher."""
 DIGITS = {"format": {"pattern": r".*\d.*"}}
 SETTINGS: dict[str, object] = {
     "batch.updates_per_step": 2,
@@ -71,7 +86,7 @@ SETTINGS: dict[str, object] = {
 OVER_RANKS = (
     *("cpgd", "reinforce_pp", "remax", "distillation", "rejection", "custom"),
     *("clip_cov loss", "kl_cov loss", "dppo loss", "m2po loss", "gpg advantage", "baseline"),
-    *("adaptive kl", "token mean with entropy", "masked correction"),
+    *("adaptive kl", "token mean with entropy", "masked correction", "gkd", "gkd of given words", "gkd of itself"),
 )
 """Algorithms that need numbers of all samples of a step, or columns of their own; the others add up what each sample
 or each group gives, and groups are whole on a rank. GDPO is in test_features_on_ranks.py, with several rewards."""
@@ -111,7 +126,7 @@ def run(
 ) -> list[list[Step]]:
     """Some steps of a case."""
     changes = SETTINGS | {"batch.micro_batch_tokens": micro_batch_tokens} | CASES[case]
-    if case == "distillation":
+    if case in TAUGHT:
         changes = {**changes, "models.reference": tiny_model("qwen3")}
     recipe = write_recipe(folder, tiny_model(num_layers=1), changes)
     steps = ranks.run(world_size, walk_steps, str(recipe), f"on-{world_size}", num_steps, init_group=False)

@@ -23,7 +23,7 @@ BY_STEP: dict[str, object] = {
     "models": {"critic": {"body": {"type": "mlp", "options": {"chunk": 2, "per_step": True}}}},
 }
 """PPO with an advantage for each step of a decision."""
-UNSTEADY = ("time", "seconds/", "throughput/", "memory/", "body/steps_per_s", "data/wait")
+UNSTEADY = ("time", "seconds/", "sent/", "throughput/", "memory/", "body/steps_per_s", "data/wait")
 
 
 def numbers(folder: Path, name: str = "line") -> list[dict[str, float]]:

@@ -21,6 +21,8 @@ from tests.end_to_end.cli import Outcome
 from tests.engines import fake_sglang_python
 from tests.tiny import tiny_model, write_recipe
 
+from leaderless.observability.run_directory import RunDirectory
+
 DEADLINE_S = 60.0
 
 
@@ -88,6 +90,7 @@ def test_what_cannot_be_served_is_refused_in_words(tmp_path: Path, run: Path) ->
         ((model, "--host", "0.0.0.0"), "--host 0.0.0.0: can be reached from other machines, so clients need a token"),
         ((model, "--token", "two words"), "must consist of printable ASCII characters, without blanks"),
         ((model, "--engine", "sglang"), "rollout.external.python: must name the interpreter of an environment"),
+        ((model, "--engine", "vllm", "--full"), "is for the native engine, and not for --engine vllm"),
         ((model, "--max-context", 513), "is 513, but the model takes at most 512 tokens"),
     ):
         assert words in " ".join(refused(tmp_path, "serve", *arguments, "--port", 0).split())
@@ -144,3 +147,24 @@ def is_healthy(url: str) -> bool:
             return bool(response.status == 200)
     except (urllib.error.URLError, ConnectionError):
         return False
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--directory", "d"], "--directory: is for --train"),
+        (["--max-tenants", "2"], "--max-tenants: is for --train"),
+        (["--pass-tokens", "64"], "--pass-tokens: is for --train"),
+        (["--train", "--engine", "vllm"], "--engine: is for serving alone"),
+        (["--train", "--max-context", "100000"], "--max-context: is 100000, but the model takes at most 512"),
+    ],
+)
+def test_options_of_a_training_service_are_for_it_alone(tmp_path: Path, options: list[str], message: str) -> None:
+    assert message in refused(tmp_path, "serve", tiny_model(), "--port", "0", *options)
+
+
+def test_a_checkpoint_is_not_trained_on_and_a_folder_in_use_is_not_taken(tmp_path: Path, run: Path) -> None:
+    assert "is a checkpoint: export it" in refused(tmp_path, "serve", run, "--train", "--port", "0")
+    with RunDirectory(tmp_path / "d").held():
+        said = refused(tmp_path, "serve", tiny_model(), "--train", "--port", "0", "--directory", tmp_path / "d")
+    assert "is in use by process" in said

@@ -23,7 +23,7 @@ from leaderless.observability.metrics import Metrics
 from leaderless.planner import Cluster, Repeat, make_plan
 from leaderless.planner.workflow import load_recipe, resolve_workflow
 from leaderless.stages.context import StageContext
-from leaderless.stages.update import _check_versions
+from leaderless.stages.update import check_versions
 from leaderless.worker.build.process import open_worker
 from leaderless.worker.rank_info import RankInfo
 
@@ -439,6 +439,6 @@ def test_samples_may_be_as_old_as_surplus_may_be_and_no_older(version: int, is_r
     if is_refused:
         message = f"drawn by policy version {version}, but version 5 is trained and a token may be 2 behind"
         with pytest.raises(RuntimeError, match=message):
-            _check_versions(batch, context)
+            check_versions(batch, context)
     else:
-        _check_versions(batch, context)
+        check_versions(batch, context)

@@ -152,11 +152,11 @@ def test_grading_again_equals_a_run_with_these_rewards(ranks: RankPool, folder: 
     assert len(set(values)) > 3, "the rewards tell episodes apart"
     logged = metrics(folder / "runs/other")[1]
     assert logged["reward/mean"] == pytest.approx(sum(values) / len(values))
-    output = succeed(ranks, folder, "env", "replay", "runs/tiny", "--reward", "rewards.yaml", "--step", "1")
+    output = succeed(ranks, folder, "env", "regrade", "runs/tiny", "--reward", "rewards.yaml", "--step", "1")
     assert f"{sum(values) / len(values):.4f}" in output
     before = metrics(folder / "runs/tiny")[1]["reward/mean"]
     assert f"{before:.4f}" in output
-    assert "the largest changes" in output
+    assert "rewards that have changed (the largest 10 of" in output
 
 
 def test_a_resumed_run_leaves_no_later_episodes_behind(ranks: RankPool, folder: Path, tmp_path: Path) -> None:

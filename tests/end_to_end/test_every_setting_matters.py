@@ -15,9 +15,16 @@ from tests.end_to_end.cli import ROOT, command
 from tests.tiny import tiny_model, write_additions, write_recipe
 from tests.unit.config.test_config_schema import all_sections
 
-from leaderless.algorithms.settings import CorrectionConfig, RewardModelConfig, SacConfig, TeamConfig
+from leaderless.algorithms.settings import (
+    CorrectionConfig,
+    RewardModelConfig,
+    SacConfig,
+    TeacherServerConfig,
+    TeamConfig,
+)
 from leaderless.base.section import Section
 from leaderless.config.environment import McpServerConfig, OnlineConfig
+from leaderless.config.failures import FailuresConfig
 from leaderless.config.judges import CriterionConfig, JudgeOptions, PairwiseConfig, ParseConfig, RewardOptions
 from leaderless.config.layout import ChannelConfig, PlacementConfig
 from leaderless.config.models import MegatronConfig
@@ -105,7 +112,18 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     singles = {"path": str(tmp_path / "singles.jsonl"), "response": "answer", "desirable": "good", "prompt": "question"}
     (tmp_path / "singles.jsonl").write_text("".join(json.dumps(row | {"good": True}) + "\n" for row in rows))
     preferences = ["layout={}", "evaluation.every_steps=0", "data.max_response_tokens=8"]
+    shown = {"template": "{prompt}{answer}", "max_prompt_tokens": 12}
+    taught = {"divergence": "jensen_shannon", "beta": 0.3, "top_k": 3, "teacher": "policy", "context": shown}
     commands = [
+        [
+            "train",
+            str(grpo),
+            "name=gkd",
+            "workflow=gkd",
+            f"algorithm={json.dumps({'distillation': taught})}",
+            "layout={}",
+            "evaluation.every_steps=0",
+        ],
         [
             "train",
             str(grpo),
@@ -160,10 +178,14 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     }
     # Engines in other processes are not part of these runs; tests/unit/rollout/test_make_engine.py tries each setting.
     elsewhere |= {("ExternalConfig", name) for name in ExternalConfig.model_fields}
+    # Weights of 4 bits need bitsandbytes; tests/unit/models/test_nf4.py tries blocks.
+    elsewhere |= {("LoraConfig", "base_block")}
     # Megatron is not part of these runs; tests/unit/training/test_megatron.py tries each setting.
     elsewhere |= {("MegatronConfig", name) for name in MegatronConfig.model_fields}
     # Channels need two pools; tests/unit/worker/test_channels.py and test_continuous.py try each setting.
     elsewhere |= {("ChannelConfig", name) for name in ChannelConfig.model_fields} | {("RunConfig", "follow")}
+    # So do weights that travel; test_weight_differences.py tries each form.
+    elsewhere |= {("RolloutConfig", "weights")}
     # Automatic placement needs a profile; tests/unit/planner/test_placement.py tries each setting.
     elsewhere |= {("PlacementConfig", name) for name in PlacementConfig.model_fields}
     # Servers of tools are not part of these runs; tests/unit/environments/test_tool_sources.py tries each setting.
@@ -175,6 +197,8 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     # Judges need a server, or another model; tests/unit/rewards/test_judges.py and test_judge_plan.py try each setting.
     judges = (JudgeOptions, CriterionConfig, ParseConfig, PairwiseConfig)
     elsewhere |= {(section.__name__, name) for section in judges for name in section.model_fields}
+    # So do teachers behind an address; tests/unit/stages/test_teacher_server.py tries each setting.
+    elsewhere |= {("TeacherServerConfig", name) for name in TeacherServerConfig.model_fields}
     # A reward model is not part of these runs; test_reward_model.py tries each setting.
     elsewhere |= {("RewardModelConfig", name) for name in RewardModelConfig.model_fields}
     elsewhere |= {("AlgorithmConfig", "reward_model")}
@@ -182,6 +206,8 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     elsewhere |= {("TeamConfig", name) for name in TeamConfig.model_fields} | {("EnvironmentConfig", "agents")}
     # Read where a body learns by SAC; see test_sac.py.
     elsewhere |= {("SacConfig", name) for name in SacConfig.model_fields}
+    # Failures need an environment; tests/unit/environments/test_failures.py and test_episode_failures.py cause them.
+    elsewhere |= {("FailuresConfig", name) for name in FailuresConfig.model_fields}
     elsewhere |= {("Recipe", "workflow")}  # read before the recipe is one, as the workflow brings defaults
     elsewhere |= {("RunConfig", "tags")}  # read from the folder of the run; see test_cli_runs.py
     elsewhere |= {("RunConfig", "max_restarts")}  # read by the launcher of several workers; see test_restarts.py

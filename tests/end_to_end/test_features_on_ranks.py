@@ -64,6 +64,25 @@ FEATURES: dict[str, dict[str, object]] = {
     "replayed experts": {"algorithm.replay_experts": True, "algorithm.kl.coefficient": 0.1},
     "adapters of experts": {"algorithm.replay_experts": True, "algorithm.kl.coefficient": 0.1},
     "falling rate": {"optimizer": {"schedule": "cosine", "warmup_updates": 1, "weight_decay": 0.1}},
+    "Muon": {"optimizer": {"type": "muon", "state_dtype": "bfloat16", "weight_decay": 0.1}},
+    "everything offloaded": {
+        "models.policy": {
+            "path": tiny_model(num_layers=1),
+            "gradient_checkpointing": True,
+            "offload_activations": True,
+        },
+        "algorithm.kl.coefficient": 0.1,
+        "optimizer.offload": "disk",
+        "training.offload_frozen": "disk",
+    },
+    "an optimizer for each role": {
+        "workflow": "ppo",
+        "models.critic": tiny_model(num_layers=1),
+        "optimizer": {"type": "sgd", "learning_rate": 1e-4},
+        "roles.critic.optimizer": {"type": "adamw", "state_dtype": "bfloat16"},
+    },
+    "a teacher of all words": {"workflow": "gkd", "algorithm.distillation.divergence": "forward_kl"},
+    "a teacher's words": {"workflow": "gkd", "algorithm.distillation.top_k": 5},
     "skipped updates": {"guards.grad_norm_limit": 1e-3},
     "failed rewards": {"reward": {"tests.end_to_end.own_code:fail_on_small_letters": 1.0}}
     | {"guards.reward_failures_limit": None},
@@ -108,7 +127,7 @@ ELSEWHERE = {
 }
 """Features that `make test` tries on several ranks in other files, and where."""
 ONLY_TRAIN = {"supervised", "dropped inputs of adapters"}
-CLOCKS = ("time", "seconds/", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/", "judge/")
+CLOCKS = ("time", "seconds/", "sent/", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/", "judge/")
 
 
 def first_half(text: str) -> bool:
@@ -151,7 +170,7 @@ def walk(
             changes["layout"] = {"rollout": {"ranks": samplers}, "policy": {"ranks": trainers}}
             if feature == "a judge of the plan":
                 changes["layout"]["reward"] = {"ranks": trainers}
-        if feature == "distillation":
+        if feature in {"distillation", "a teacher of all words", "a teacher's words"}:
             changes["models.reference"] = tiny_model("qwen3", num_layers=1)
         if feature == "replayed experts":
             changes["models.policy"] = experts_model(folder, "qwen3_moe")

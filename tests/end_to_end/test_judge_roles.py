@@ -30,7 +30,7 @@ JUDGE = {
     "retries": 1,
 }
 POOLS = {"rollout": "0", "reward": "1", "advantage": "0", "samples": "0", "policy": "0"}
-CLOCKS = ("time", "seconds/", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/", "judge/")
+CLOCKS = ("time", "seconds/", "sent/", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/", "judge/")
 
 
 def recipe_in(folder: Path, **changes: object) -> Path:

@@ -71,7 +71,7 @@ def train(recipe_file: str, overrides: Sequence[str], bounds: dict[str, int], fa
 
 
 def without_clock(numbers: dict[str, float]) -> dict[str, float]:
-    clocks = ("time", "seconds/", "throughput", "rollout/tokens_per_s")
+    clocks = ("time", "seconds/", "sent/", "throughput", "rollout/tokens_per_s")
     return {name: value for name, value in numbers.items() if not name.startswith(clocks)}
 
 

@@ -180,7 +180,8 @@ def test_machines_that_are_lost_and_come_back(tmp_path: Path, recipe: Path, monk
     reached = int(metrics(run)[-1]["step"])
     family.wait_until(lambda: steps_beyond(reached))
     (restart,) = events(run, "restart")
-    assert restart["lost_steps"] in {0, 1}
+    # A checkpoint is waited for before the next is written: one may be unfinished, another not yet begun.
+    assert restart["lost_steps"] in {0, 1, 2}
 
     back = start(tmp_path, *command)
     family.processes.append(psutil.Process(back.pid))

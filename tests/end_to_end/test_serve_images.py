@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 import torch
@@ -135,9 +136,36 @@ def test_prompts_have_no_tokens_of_images_that_are_not_there(seeing: OpenAI) -> 
     assert seeing.completions.create(model="seeing", prompt="red", max_tokens=2).choices, "the server continues"
 
 
-def test_other_parts_and_details_are_refused(seeing: OpenAI) -> None:
+def test_other_parts_are_refused_and_details_have_no_effect(seeing: OpenAI) -> None:
+    part = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
+    with pytest.raises(openai.BadRequestError, match="parts of type text or image_url"):
+        seeing.chat.completions.create(model="seeing", messages=asked(part), max_tokens=2)
     closer = shown(FILES[0])
     closer["image_url"] = {**closer["image_url"], "detail": "high"}  # type: ignore[dict-item]
-    for part in (closer, {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}):
-        with pytest.raises(openai.BadRequestError, match="parts of type text or image_url"):
-            seeing.chat.completions.create(model="seeing", messages=asked(part), max_tokens=2)
+    tokens = []
+    for one in (closer, shown(FILES[0])):
+        extra = {"return_token_ids": True}
+        reply: Any = seeing.chat.completions.create(model="seeing", messages=asked(one), max_tokens=2, extra_body=extra)
+        tokens.append(reply.prompt_token_ids)
+    assert tokens[0] == tokens[1]
+
+
+def test_images_in_results_of_tools_are_seen_in_all_apis(seeing: OpenAI) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [*asked(text("look")), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "c", "content": [text("this: "), shown(FILES[0])]})
+    options: Any = {"model": "seeing", "max_tokens": 3, "extra_body": {"return_token_ids": True, "seed": 4}}
+    chat: Any = seeing.chat.completions.create(messages=messages, **options)
+    assert chat.prompt_token_ids.count(reader_of().token) > 1
+
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(FILES[0]).decode()}
+    result = {"type": "tool_result", "tool_use_id": "c"}
+    blocks: Any = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]},
+        {"role": "user", "content": [result | {"content": [text("this: "), {"type": "image", "source": source}]}]},
+    ]
+    url = str(seeing.base_url).removesuffix("/v1/")
+    said: Any = anthropic.Anthropic(base_url=url, api_key="none").messages.create(messages=blocks, **options)
+    assert said.prompt_token_ids == chat.prompt_token_ids
+    assert said.token_ids == chat.choices[0].token_ids

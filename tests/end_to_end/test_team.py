@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 CLOCKS = (
     "time",
     "seconds/",
+    "sent/",
     "throughput",
     "rollout/tokens_per_s",
     "rollout/engine_busy",

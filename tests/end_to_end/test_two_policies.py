@@ -27,7 +27,7 @@ from leaderless.worker.build.process import open_worker
 from leaderless.worker.rank_info import RankInfo
 
 NUM_STEPS = 2
-CLOCKS = ("time", "seconds/", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/")
+CLOCKS = ("time", "seconds/", "sent/", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/")
 SETTINGS: Mapping[str, object] = {
     "models": {"first": tiny_model(num_layers=1), "second": tiny_model("qwen3", num_layers=1)},
     "batch.updates_per_step": 2,

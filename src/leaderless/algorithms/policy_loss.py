@@ -148,7 +148,7 @@ class BehaviorLoss(PolicyLoss):
 
     def refusals(self, algorithm: AlgorithmConfig) -> Iterator[str]:
         """Reasons why it cannot be combined with other settings of the algorithm: a policy that it does not look at."""
-        if algorithm.correction.type != "none":
+        if algorithm.correction.has_weights:
             yield (
                 f"algorithm.correction.type={algorithm.correction.type} does not go with policy_loss.type={self.type}, "
                 "whose ratio is to the engine that sampled already: set it to none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from string import Formatter
 from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
@@ -11,6 +12,7 @@ from leaderless.algorithms.advantage import Advantage
 from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.algorithms.advantages.grpo import GrpoAdvantage
 from leaderless.algorithms.algorithm import union_of
+from leaderless.algorithms.divergences import Divergence, DivergenceKind, Tail
 from leaderless.algorithms.losses import POLICY_LOSSES
 from leaderless.algorithms.losses.ppo import PpoLoss
 from leaderless.algorithms.policy_loss import PolicyLoss
@@ -61,15 +63,22 @@ class CorrectionConfig(Section):
     count in the denominator of the mean.
     """
 
-    type: Literal["none", "truncate", "mask", "reject"] = "none"
+    type: Literal["auto", "none", "truncate", "mask", "reject"] = "auto"
     """`truncate` limits the ratio of the two probabilities to `highest`, `mask` drops ratios outside the range, and
-    `reject` does the same but gives the others weight 1."""
+    `reject` does the same but gives the others weight 1. `auto` is `truncate` where the engine that samples computes in
+    a format of [low precision](../guides/low-precision.md) and the policy loss does not compare with that engine
+    itself, and else `none`."""
     level: Literal["token", "sequence", "geometric"] = "token"
     """One ratio per token, or per sample: the product or the geometric mean of its tokens' ratios."""
     lowest: float = Field(default=0.5, ge=0)
     """Smallest ratio that `mask` and `reject` keep."""
     highest: float = Field(default=2.0, gt=0)
     """Largest ratio that `mask` and `reject` keep, and limit of `truncate`."""
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether tokens have other weights than 1; what `auto` means for a role is settled by `Recipe.as_seen_by`."""
+        return self.type not in {"auto", "none"}
 
 
 class OverlongConfig(Section):
@@ -157,6 +166,103 @@ class CriticConfig(Section):
     """Number of first steps in which only the critic is trained."""
 
 
+class TeacherContextConfig(Section):
+    """What a teacher is shown that the student is not: it reads the same responses after a prompt of its own."""
+
+    template: str = Field(min_length=1)
+    """Text of the teacher's prompt: `{prompt}` is that of the student, and other columns of the row are in braces, such
+    as `{answer}`. In a conversation it takes the place of the last message."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """Longest prompt of the teacher. A row with a longer one has no teacher."""
+
+    @model_validator(mode="after")
+    def _shows_more(self) -> Self:
+        fields = {name for _, name, _, _ in Formatter().parse(self.template) if name}
+        if not fields - {"prompt"}:
+            raise ValueError(
+                f"template={self.template!r}: names no column besides the prompt, so that the teacher would know no "
+                "more than the student: name one in braces, such as {answer}"
+            )
+        return self
+
+
+class TeacherServerConfig(Section):
+    """A teacher behind an address: a server with OpenAI's API that gives log-probabilities of prompts, as vLLM's."""
+
+    url: str = Field(pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$")
+    """Address of the server, such as `http://127.0.0.1:8000/v1`, to which `/completions` is added."""
+    model: str = Field(min_length=1)
+    """Name that the server has for the model."""
+    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """Name of the environment variable that has the key of the server; the key itself is never in a recipe."""
+    max_requests: int = Field(default=16, ge=1)
+    """Number of requests that each worker makes at a time."""
+    retries: int = Field(default=3, ge=0)
+    """Number of times that a request is repeated after a failure; then the run stops."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds that the server may take for a request."""
+
+
+class DistillationConfig(Section):
+    """How a student learns the distributions of a teacher at the tokens that it has sampled."""
+
+    divergence: DivergenceKind = "reverse_kl"
+    """Divergence of the student from the teacher at each token."""
+    beta: float = Field(default=0.5, gt=0, lt=1)
+    """Weight of the teacher in the mixture of `jensen_shannon`: near 0 it is like `forward_kl`, near 1 like
+    `reverse_kl`, apart from its size."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Number of likeliest words that the teacher gives for each token, in addition to the token itself; null to compare
+    all words, for which the teacher is on the ranks that train the student."""
+    tail: Tail = "bucket"
+    """Treatment of words that the teacher does not give: they are one more word, or none."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Number that divides the logits of both models."""
+    teacher: str = "reference"
+    """Role of the teacher; with a `context` it may be the role that is trained."""
+    teachers: Mapping[str, str] = {}
+    """Role of the teacher of the rows of each source, in place of `teacher`. A row's source is in the column
+    `data.train.source`, or the name of its dataset in a mixture."""
+    context: TeacherContextConfig | None = None
+    """What the teacher is shown that the student is not; by default nothing."""
+    server: TeacherServerConfig | None = None
+    """A server that is the teacher, in place of a role."""
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if self.beta != 0.5 and self.divergence != "jensen_shannon":
+            raise ValueError(
+                f"beta={self.beta} does nothing with divergence={self.divergence}: set it to jensen_shannon, or leave "
+                "beta out"
+            )
+        if self.tail != "bucket" and self.top_k is None:
+            raise ValueError(f"tail={self.tail} does nothing where all words are compared: set top_k, or leave it out")
+        for name, is_given in (
+            ("teachers", bool(self.teachers)),
+            ("context", self.context is not None),
+            ("server", self.server is not None),
+        ):
+            if is_given and self.top_k is None:
+                raise ValueError(
+                    f"{name} needs words that teachers give, but top_k=null compares all: set top_k, such as 64"
+                )
+        if self.server is not None and self.temperature != 1 and self.tail != "renormalize":
+            raise ValueError(
+                f"temperature={self.temperature} needs logits, but a server gives probabilities at 1: set "
+                "tail=renormalize, with which these suffice, or leave it out"
+            )
+        if self.server is not None and (self.teachers or self.teacher != "reference"):
+            raise ValueError("server is the teacher of all rows: leave out teacher and teachers")
+        if self.teachers and self.teacher != "reference":
+            raise ValueError(f"teacher={self.teacher} does nothing where teachers are given: leave one of them out")
+        return self
+
+    @property
+    def measured(self) -> Divergence:
+        """The divergence."""
+        return Divergence(self.divergence, self.beta, self.temperature, self.tail)
+
+
 class AlgorithmConfig(Section):
     """Advantage, loss, penalties, correction, and how tokens are averaged."""
 
@@ -197,6 +303,8 @@ class AlgorithmConfig(Section):
     """Training and use of a reward model, in a workflow with one."""
     team: TeamConfig = TeamConfig()
     """Training of several roles that play together."""
+    distillation: DistillationConfig = DistillationConfig()
+    """What a student learns from a teacher, in a workflow that compares their distributions, such as `gkd`."""
     sac: SacConfig | None = None
     """Soft actor-critic, in workflows that train by it, such as `sac`."""
 
@@ -205,6 +313,14 @@ class AlgorithmConfig(Section):
         for refusal in refusals(self):
             raise ValueError(refusal)
         return self
+
+    def corrected(self) -> AlgorithmConfig:
+        """The same, where `auto` has become the correction for an engine of low precision, if the loss takes one."""
+        if self.correction.type != "auto":
+            return self
+        truncated = self.correction.model_copy(update={"type": "truncate"})
+        found = self.model_copy(update={"correction": truncated})
+        return self if [*found.policy_loss.refusals(found)] else found
 
     @property
     def uses_reference(self) -> bool:

@@ -1,4 +1,4 @@
-"""`leaderless env`: tries environments, and plays the episodes of a run again."""
+"""`leaderless env`: tries environments, and plays or grades the episodes of a run again."""
 
 from __future__ import annotations
 
@@ -6,23 +6,19 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
-from heapq import nlargest
 from itertools import islice
 from pathlib import Path
 from random import Random
-from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Column, Table
 from rich.text import Text
 from typing_extensions import override
 
 from leaderless.base.values import Json
-from leaderless.cli.options import cut
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.guarded_environment import EnvironmentFailure
@@ -39,16 +35,14 @@ from leaderless.rewards.dry_run import training_rows
 from leaderless.run.settings import recipe_path
 
 if TYPE_CHECKING:
-    from leaderless.run.episodes import Comparison, RunEpisodes
+    from leaderless.run.episodes import RunEpisodes
 
 MAX_RESPONSE_TOKENS = 512
 """Length of a model's message if no recipe says it."""
 MAX_SHOWN = 10
-"""Number of differences and of changes that are listed."""
-MAX_CELL_CHARACTERS = 60
-"""Length at which a response is cut in the table."""
+"""Number of differences that are listed."""
 
-env = typer.Typer(help="Try environments, and play the episodes of a run again.", no_args_is_help=True)
+env = typer.Typer(help="Try environments, and play or grade the episodes of a run again.", no_args_is_help=True)
 
 
 @env.command("try")
@@ -80,9 +74,7 @@ def try_environment(
     try:
         outcome = asyncio.run(_play(config, given, loaded, sources, policy, seed))
     except EnvironmentFailure as failure:
-        errors.print(
-            Text("the episode failed ", "red bold").append(f"({failure.cause}): {failure}", "not bold default")
-        )
+        errors.print(Text("the episode failed ", "red bold").append(f"({failure.kind}): {failure}", "not bold default"))
         raise typer.Exit(1) from failure
     except KeyboardInterrupt as error:
         errors.print("\nstopped")
@@ -248,13 +240,6 @@ def replay_episodes(
             "--from-journal", help="Take the environment's answers from the journal: compares only the tokens."
         ),
     ] = False,
-    reward: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Grade again, in place of playing: a recipe whose `reward` section is used, or a setting as "
-            "math.weight=0.5. May be given several times."
-        ),
-    ] = None,
 ) -> None:
     """Play the episodes of a run again, without model and tools, and compare each answer of the environment.
 
@@ -262,22 +247,24 @@ def replay_episodes(
     """
     from leaderless.run.episodes import RunEpisodes  # imports torch
 
-    if reward and evaluation:
-        raise typer.BadParameter("rewards are computed again for episodes of training only", param_hint="--reward")
     kind: Kind = "evaluation" if evaluation else "step"
     episodes = RunEpisodes.of(target, overrides or [])
+    steps = chosen_steps(episodes, kind, step, target)
+    try:
+        if not _replay(episodes, kind, steps, episode, from_journal=from_journal):
+            raise typer.Exit(1)
+    except ValueError as error:
+        raise RecipeError.at("", str(error)) from error
+
+
+def chosen_steps(episodes: RunEpisodes, kind: Kind, step: int | None, target: Path) -> list[int]:
+    """The steps of a journal, or the chosen one; a RecipeError if there is none."""
     steps = [one for one in episodes.steps(kind) if step in {None, one}]
     if not steps:
         known = ", ".join(map(str, episodes.steps(kind)))
         remedy = f"there are those of {known}" if known else "none were played yet, or `run.kept_episodes` is 0"
         raise RecipeError.at("", f"{target} has no episodes of this {kind}: {remedy}")
-    try:
-        if reward:
-            _print_graded_again(episodes.regrade(steps, reward), episode)
-        elif not _replay(episodes, kind, steps, episode, from_journal=from_journal):
-            raise typer.Exit(1)
-    except ValueError as error:
-        raise RecipeError.at("", str(error)) from error
+    return steps
 
 
 def _replay(episodes: RunEpisodes, kind: Kind, steps: Sequence[int], number: int | None, *, from_journal: bool) -> bool:
@@ -300,40 +287,3 @@ def _replay(episodes: RunEpisodes, kind: Kind, steps: Sequence[int], number: int
         return False
     print_line(f"{num_played:,} episodes played again; none differs")
     return True
-
-
-def _print_graded_again(steps: Iterable[tuple[int, list[Comparison]]], number: int | None) -> None:
-    titles = "step", "episodes", "failed before", "failed now", "mean before", "mean now"
-    table = Table(*(Column(title, justify="right") for title in titles))
-    changes: list[tuple[float, int, Comparison]] = []
-    for step, graded in steps:
-        chosen = [one for one in graded if one.part.is_sampled and number in {None, one.part.number}]
-        before = [one.before for one in chosen if one.old is not None]
-        now = [one.now for one in chosen]
-        whole_before, whole_now = ([value for value in values if value is not None] for values in (before, now))
-        table.add_row(
-            str(step),
-            f"{len(chosen):,}",
-            f"{len(before) - len(whole_before):,}" if before else "–",
-            f"{len(now) - len(whole_now):,}",
-            _mean(whole_before),
-            _mean(whole_now),
-        )
-        changed = ((abs((one.now or 0.0) - (one.before or 0.0)), step, one) for one in chosen if one.old is not None)
-        changes = nlargest(MAX_SHOWN, [*changes, *(one for one in changed if one[0])], key=lambda one: one[0])
-    console.print(table)
-    if changes:
-        print_line("\nthe largest changes:")
-        table = Table(*(Column(title, justify="right") for title in ("step", "episode", "before", "now")), "said last")
-        for _, step, one in changes:
-            said = cut("" if one.part.asked is None else one.part.asked.response, MAX_CELL_CHARACTERS)
-            table.add_row(str(step), str(one.part.number), _value(one.before), _value(one.now), Text(said))
-        console.print(table)
-
-
-def _mean(values: Sequence[float]) -> str:
-    return f"{fmean(values):.4f}" if values else "–"
-
-
-def _value(value: float | None) -> str:
-    return "failed" if value is None else f"{value:.4g}"

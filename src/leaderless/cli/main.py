@@ -17,10 +17,11 @@ from leaderless.cli.checks import doctor, reward, template
 from leaderless.cli.env import env
 from leaderless.cli.plan import plan, profile, schema, simulate
 from leaderless.cli.quickstart import convert, new, quickstart
+from leaderless.cli.regrade import regrade_episodes
 from leaderless.cli.results import evaluate, export, log, report
 from leaderless.cli.robot import demonstrate, robot
 from leaderless.cli.runs import compare, ls
-from leaderless.cli.serve import retriever, serve, ui
+from leaderless.cli.serve import engine, retriever, serve, ui
 from leaderless.cli.train import stop, submit, train
 from leaderless.observability.console import errors
 from leaderless.worker.rank_info import RankInfo
@@ -56,10 +57,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (
-    *(quickstart, new, train, submit, doctor, convert, plan, profile, simulate, evaluate, export, serve, retriever),
+    *(
+        quickstart,
+        new,
+        train,
+        submit,
+        doctor,
+        convert,
+        plan,
+        profile,
+        simulate,
+        evaluate,
+        export,
+        serve,
+        engine,
+        retriever,
+    ),
     *(stop, ls, compare, report, ui, log, reward, template, schema, demonstrate),
 ):
     app.command("eval" if command is evaluate else None)(command)
+env.command("regrade")(regrade_episodes)
 app.add_typer(env, name="env")
 app.add_typer(robot, name="robot")
 

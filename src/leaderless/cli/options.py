@@ -12,11 +12,11 @@ from typing import Annotated
 
 import typer
 
+from leaderless.base.tokens import TOKEN_VARIABLE
 from leaderless.config import RecipeError
 from leaderless.config.packaged_files import server_refusal
 from leaderless.observability.console import print_line
 from leaderless.run.launch.rendezvous import Nodes
-from leaderless.serving.listen import TOKEN_VARIABLE
 from leaderless.worker.supervision.stop import Interrupted
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, or the folder of a run.")]
@@ -66,9 +66,14 @@ def check_run(folder: Path, option: str | None = None) -> None:
 
 
 def check_serving(command: str, token: str | None = None, *extras: str) -> None:
-    """Refuse to serve without the packages, of `serve` and further extras, or with a token that no client can send."""
+    """Refuse to serve without the packages, of `serve` and further extras, or with a token like none."""
     if problem := server_refusal(*extras):
         raise RecipeError.at("", f"`leaderless {command}` {problem}")
+    check_token(token)
+
+
+def check_token(token: str | None) -> None:
+    """Refuse a token that no client can send."""
     if token is not None and (not token.isascii() or not token.isprintable() or not token.strip() or " " in token):
         raise RecipeError.at("--token", "must consist of printable ASCII characters, without blanks")
 

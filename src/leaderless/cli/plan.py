@@ -72,6 +72,7 @@ def plan(
         print_json(planned.to_json() | chosen | ({} if fitted is None else {"fit": fitted.to_json()}))
         return
     from leaderless.planner.graph.judges import judge_lines
+    from leaderless.planner.show.precision import precision_lines
     from leaderless.planner.show.text import door_lines, print_plan
 
     lowered: dict[str, int] = {}
@@ -79,7 +80,8 @@ def plan(
         from leaderless.worker.supervision.settled_memory import read_limits
 
         lowered = read_limits(run.directory)
-    print_plan(planned, console, lowered, door_lines(whole.recipe, planned), judge_lines(whole.recipe, planned))
+    lines = (of(whole.recipe, planned) for of in (door_lines, judge_lines, precision_lines))
+    print_plan(planned, console, lowered, *lines)
     is_default = any("compute_dtype" not in model.model_fields_set for model in whole.recipe.models.values())
     if not is_for_others and is_default and find_accelerator() is None:
         console.print("Models compute in float32 on this machine, and in bfloat16 on accelerators: add --memory GIB.")

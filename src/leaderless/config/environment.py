@@ -10,6 +10,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from leaderless.base.errors import RecipeError, nearest
 from leaderless.base.named_functions import is_function_name, load_function
 from leaderless.base.section import Section, ShorthandSection
+from leaderless.config.failures import FailuresConfig
 
 
 class McpServerConfig(Section):
@@ -79,14 +80,14 @@ class EnvironmentConfig(ShorthandSection):
     """Number of messages of the policy after which an episode that is not over is cut."""
     max_episode_tokens: int = Field(default=2048, ge=1)
     """Tokens of the policy and of the environment after a prompt of `data.max_prompt_tokens`, at which an episode is
-    cut."""
-    on_overflow: Literal["cut", "fail"] = "cut"
-    """Treatment of an episode that is longer: it is cut and keeps its reward so far, or it fails."""
+    cut, and keeps its rewards so far."""
     act_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds that one answer of the environment may take, or that a program may take between two questions; then the
     episode fails."""
-    max_attempts: int = Field(default=1, ge=1)
-    """Times that an episode is tried, before it counts as failed."""
+    failures: FailuresConfig = FailuresConfig()
+    """What is done about a failed episode, by the kind of the failure."""
+    max_attempts: int = Field(default=3, ge=1)
+    """Times that an episode is tried whose failure is `retried`, before it is absent."""
     concurrency: int = Field(default=256, ge=1)
     """Number of episodes that one rank plays at the same time."""
     isolation: Literal["thread", "process"] = "thread"
@@ -104,7 +105,7 @@ class EnvironmentConfig(ShorthandSection):
     """How the policy writes calls: `hermes`, `llama`, `qwen3_coder`, `mistral`, a custom `package.module:function`, or
     `auto` for the format in which the chat template writes them."""
     tool_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds that a call of a tool may take; then the episode fails."""
+    """Seconds that a call of a tool may take; then the episode fails, as one that is late."""
     max_result_characters: int = Field(default=4000, ge=2)
     """Characters of a tool's result that the policy reads; the middle of a longer one is left out."""
 

@@ -26,6 +26,8 @@ from leaderless.config.environment import PolicyConfig
 from leaderless.config.rollout import RolloutConfig
 
 ComputeType = Literal["float32", "bfloat16"]
+BaseType = Literal["float32", "nf4"]
+"""Type in which the weights of linear layers are kept under adapters."""
 LEARNING_RATE, ADAPTER_LEARNING_RATE = 1e-6, 1e-5
 """Peak learning rates where a recipe gives none, of all weights and of adapters of low rank."""
 
@@ -35,19 +37,41 @@ def default_compute_dtype() -> ComputeType:
     return "float32" if find_accelerator() is None else "bfloat16"
 
 
-class OptimizerConfig(Section):
-    """AdamW and its learning-rate schedule."""
+OptimizerType = Literal["adamw", "adamw_8bit", "muon", "sgd"]
+"""Name of an optimizer; each is a file in `leaderless.training.optimizers`."""
+StateType = Literal["float32", "bfloat16"]
+Offload = Literal["none", "host", "disk"]
+"""Where something is while it is not used: where it computes, in the memory of the host, or in a file."""
 
+
+class OptimizerConfig(Section):
+    """An optimizer and its learning-rate schedule."""
+
+    type: OptimizerType = "adamw"
+    """Rule of an update: `adamw`; `adamw_8bit`, AdamW whose moments have 8 bits, which needs `leaderless[adamw-8bit]`;
+    `muon`, which makes the update of each matrix in the layers orthogonal, and has AdamW for all other weights; or
+    `sgd`, with momentum. All but `adamw` are for the back end `fsdp`."""
+    state_dtype: StateType = "float32"
+    """Type in which `adamw`, `muon` and `sgd` keep moments and momentum between updates. What is kept in bfloat16 is
+    rounded up or down at random, the same on any number of ranks, so that it is right on average."""
+    offload: Offload = "none"
+    """Where what the optimizer keeps is between updates. `host`, on accelerators, is pinned memory of the host, from
+    which it passes through the device in each update, a few weights at a time; `disk` is a file in
+    `run.offload_folder`, of which the system keeps no more in memory than it has room for. No number changes. For the
+    back end `fsdp`."""
     learning_rate: float | None = Field(default=None, gt=0)
-    """Peak learning rate. By default, it is 1e-6, and ten times as much for a role that trains adapters."""
+    """Peak learning rate. By default, it is 1e-6, and ten times as much for a role that trains adapters. `sgd` needs
+    one: its updates are as long as gradients are, and theirs are not."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay, applied to matrices but not to one-dimensional weights such as biases and norms."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
+    """Decay of the first moment of AdamW, and of what `muon` leaves to it."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
-    """Decay of the second moment."""
+    """Decay of the second moment, likewise."""
     epsilon: float = Field(default=1e-8, gt=0)
-    """Constant added to the root of the second moment."""
+    """Constant added to the root of the second moment, likewise."""
+    momentum: float | None = Field(default=None, ge=0, lt=1)
+    """Decay of the momentum of `muon` and `sgd`, by default 0.95 and 0.9. With 0, `sgd` keeps nothing."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients with a larger global L2 norm are scaled down to it."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -61,6 +85,11 @@ class OptimizerConfig(Section):
     def peak(self) -> float:
         """Peak learning rate; where none is set, the rate of all weights."""
         return LEARNING_RATE if self.learning_rate is None else self.learning_rate
+
+    @property
+    def momentum_decay(self) -> float:
+        """Decay of the momentum; where none is set, the one that is usual for the optimizer."""
+        return (0.95 if self.type == "muon" else 0.9) if self.momentum is None else self.momentum
 
     def for_adapters(self) -> Self:
         """Return these settings for a role that trains adapters."""
@@ -95,6 +124,15 @@ class LoraConfig(Section):
     """Probability that an input of an adapter is dropped, in updates only. It suits given texts, as for `sft` and
     preferences: a policy that is trained with dropout is not quite the one that sampled. With `adapter`, the default is
     the dropout in the folder."""
+    base_dtype: BaseType = "float32"
+    """Type in which the weights of linear layers for text are kept, which are not trained: `float32`, or `nf4`, the
+    normal floats of 4 bits of QLoRA (arXiv 2305.14314), which needs `leaderless[nf4]`. They compute in
+    `compute_dtype`. With `nf4`, the model, its native engine, and a reference that shares its weights compute with the
+    same rounded weights. It is for the back end `fsdp` and models without experts; vLLM and SGLang need
+    `rollout.external.merge_adapters`."""
+    base_block: Literal[32, 64, 128, 256, 512, 1024] = 64
+    """Weights of a row that share a scale of 32 bits, with `base_dtype: nf4`. It must divide the inputs of each layer,
+    of which each rank along `tp` may have a part."""
 
     @field_validator("expert_rank", mode="before")
     @classmethod
@@ -109,7 +147,10 @@ class LoraConfig(Section):
             raise ValueError("targets must name at least one layer: give names such as q_proj, or all-linear")
         if self.expert_rank is not None and self.dropout:
             raise ValueError("adapters of experts have no dropout, as in peft: leave out dropout or expert_rank")
-        others = self.model_fields_set - {"adapter", "dropout"}
+        # A run writes down defaults, too, and has to read them back.
+        if self.base_block != type(self).model_fields["base_block"].default and self.base_dtype == "float32":
+            raise ValueError(f"base_block={self.base_block} is for base_dtype nf4: set that, or leave it out")
+        others = self.model_fields_set - {"adapter", "dropout", "base_dtype", "base_block"}
         if self.adapter is not None and others:
             raise ValueError(f"adapter says what {', '.join(sorted(others))} is: leave this out")
         return self
@@ -121,6 +162,11 @@ class LoraConfig(Section):
         if self.adapter is None:
             return settings
         return {name: value for name, value in settings.items() if name in self.model_fields_set}
+
+    @property
+    def packed_block(self) -> int:
+        """Weights of a row that share a scale; 0 if all are in float32."""
+        return self.base_block if self.base_dtype == "nf4" else 0
 
     @property
     def scale(self) -> float:
@@ -149,12 +195,16 @@ class ModelConfig(ShorthandSection):
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     compute_dtype: ComputeType = Field(default_factory=default_compute_dtype)
-    """Type of activations and of the weights while they compute; master weights and optimizer are float32. The default
+    """Type of activations and of the weights while they compute; master weights are float32. The default
     is bfloat16 on a machine with an accelerator, float32 elsewhere; plans for others, as of `simulate --cluster` and
     `plan --memory`, take theirs."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute. Models of bodies then also
     divide the decisions of an episode by `batch.micro_batch_tokens`."""
+    offload_activations: bool = False
+    """Keep what `gradient_checkpointing` leaves of a pass, the inputs of layers, elsewhere until the backward pass: an
+    accelerator in pinned memory of the host, to which it copies them while it computes, and a CPU in a file in
+    `run.offload_folder`. No number changes. For language models, with the back end `fsdp`."""
     lora: LoraConfig | None = None
     """Train adapters of low rank, and leave the weights as they are; `lora: {}` for the defaults."""
     freeze_vision: bool = False
@@ -166,6 +216,11 @@ class ModelConfig(ShorthandSection):
     def _has_origin(self) -> Self:
         if not self.path and self.body is None:
             raise ValueError("path must be a folder, or the name of a model on the hub")
+        if self.offload_activations and not self.gradient_checkpointing:
+            raise ValueError(
+                "offload_activations moves the inputs of layers, which gradient_checkpointing alone leaves: set it, "
+                "too, or leave out offload_activations"
+            )
         return self
 
     @classmethod
@@ -211,6 +266,11 @@ class TrainingConfig(Section):
     on the CPU and where layouts may change during the run. With `all` sums have another order, so that last digits
     differ. A rank that has a model for itself and computes in half precision converts all weights once for the passes
     of an update, or, with `nothing`, layer by layer in each pass. For language models, with the back end `fsdp`."""
+    offload_frozen: Offload = "none"
+    """Where weights of models that are only scored, such as a reference, are while they are not: on accelerators in
+    `host` memory, or on the `disk`, in a file in `run.offload_folder`. They come back whole before each node that
+    scores with them. Models that also generate, and those that share the weights of another one, stay. For language
+    models, with the back end `fsdp`."""
     compile: Literal["auto"] | bool = "auto"
     """Whether decoder layers are compiled (`torch.compile`), all but their attention: fewer kernels, and last digits
     that differ. `auto` does so on CUDA if a trial succeeds on all ranks. Layers with experts, those that ranks divide

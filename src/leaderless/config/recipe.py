@@ -214,6 +214,11 @@ class Recipe(Section):
         return PRODUCT_FACTS[self.product].has_episodes
 
     @property
+    def defers_grades(self) -> bool:
+        """Whether episodes whose grader failed stay in the journal until they are graded again."""
+        return PRODUCT_FACTS[self.product].defers_grades(self)
+
+    @property
     def has_later_images(self) -> bool:
         """Whether images may follow a prompt, in what an environment shows."""
         return self.environment is not None and self.environment.images
@@ -299,11 +304,12 @@ class Recipe(Section):
     def as_seen_by(self, role: str | None, agents: Sequence[str] = ()) -> Recipe:
         """The recipe with the settings that hold for a node in place of the general ones; see `sections_of`."""
         sections = self.sections_of(role, agents) if self.roles else {}
-        if not sections:
-            return self
-        return self.model_copy(
-            update={section: getattr(self.roles[owner], section) for section, owner in sections.items()}
-        )
+        update: dict[str, object] = {name: getattr(self.roles[owner], name) for name, owner in sections.items()}
+        seen = self.model_copy(update=update) if update else self
+        sampled = [seen, *(self.as_seen_by(agent) for agent in agents if self.roles)]
+        if not any(one.rollout.low_precision for one in sampled):
+            return seen
+        return seen.model_copy(update={"algorithm": seen.algorithm.corrected()})
 
     def key_of(self, setting: str, role: str | None, agents: Sequence[str] = ()) -> str:
         """The key at which a setting that holds for a node is written: `roles.<role>...`, or the general one."""
@@ -337,6 +343,7 @@ class ProductFacts(NamedTuple):
         rewards: Rewards that come with its tasks.
         graded: Rewards by which held-out tasks may be evaluated, besides the recipe's own.
         length_setting: Setting that bounds what follows a prompt.
+        defers_grades: Function that says whether what could not be graded waits in the journal.
     """
 
     section: str = ""
@@ -345,6 +352,7 @@ class ProductFacts(NamedTuple):
     rewards: tuple[str, ...] = ()
     graded: tuple[str, ...] = ()
     length_setting: str = RESPONSE_LENGTH
+    defers_grades: Callable[[Recipe], bool] = lambda _: False
 
 
 def _check_online(recipe: Recipe) -> None:
@@ -394,6 +402,25 @@ def _check_tasks(recipe: Recipe) -> None:
             )
 
 
+def _check_environment(recipe: Recipe) -> None:
+    """Rows are tasks, and what waits for its grade is written down."""
+    _check_tasks(recipe)
+    assert recipe.environment is not None, "it makes the run one of this kind"
+    failures = recipe.environment.failures
+    if failures.grader == "deferred" and not recipe.run.kept_episodes:
+        raise ValueError(
+            "environment.failures.grader=deferred keeps episodes in the journal until they are graded again, but "
+            "run.kept_episodes=0 turns the journal off: set environment.failures.grader to absent, or "
+            "run.kept_episodes to at least 1"
+        )
+
+
+def _defers_grades(recipe: Recipe) -> bool:
+    assert recipe.environment is not None, "it makes the run one of this kind"
+    failures = recipe.environment.failures
+    return failures.grader != "absent" and recipe.run.kept_episodes > 0
+
+
 def _check_body(recipe: Recipe) -> None:
     """The policy of a body generates no text, and its models have no parts of language models."""
     _check_tasks(recipe)
@@ -422,11 +449,12 @@ PRODUCT_FACTS: Mapping[Product, ProductFacts] = {
     "online": ProductFacts("online", _check_online, has_episodes=True, rewards=("environment",)),
     "episodes": ProductFacts(
         "environment",
-        _check_tasks,
+        _check_environment,
         has_episodes=True,
         rewards=("environment",),
         graded=("environment",),
         length_setting="environment.max_episode_tokens",
+        defers_grades=_defers_grades,
     ),
     "text": ProductFacts(),
 }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from leaderless.base.named_functions import is_function_name
 from leaderless.base.section import Section
+from leaderless.config.low_precision import LowPrecision, formats_of, num_drafts
 
 MAX_RESPONSES = 1 << 16
 """Largest number of siblings in the id of a sample."""
@@ -96,6 +99,9 @@ class ExternalConfig(Section):
     python: str | None = Field(default=None, min_length=1)
     """Python interpreter of an environment with the engine. Each rank starts its own server there, on its machine, so
     the engine may need other packages than this environment has. By default, vLLM runs in the ranks' own processes."""
+    addresses: tuple[str, ...] = ()
+    """Instead of `python`: `HOST:PORT` of engines that were started elsewhere by `leaderless engine`, one for each rank
+    that generates, in the order of ranks. Weights are sent there. The variable `LEADERLESS_TOKEN` has their token."""
     memory_fraction: float = Field(default=0.4, gt=0, lt=1)
     """Share of a device's memory for the engine's weights and KV cache while it generates. On a CPU, the KV cache is at
     most what `max_sequences` of the longest sequences need."""
@@ -104,10 +110,47 @@ class ExternalConfig(Section):
     merge_adapters: bool = False
     """Send whole weights with `models.ROLE.lora` merged in, and not the adapters alone. An engine generates a little
     faster so, and can have models whose adapters it does not know; but all weights travel after each update."""
+    arguments: Mapping[str, JsonValue] = {}
+    """Arguments of vLLM's `EngineArgs` or of SGLang's server by name, such as `max_num_batched_tokens`; null leaves out
+    one that a role has from the general settings. Before models are loaded, names are compared with those that the
+    installed version has. Refused is what the recipe sets elsewhere, and what would make samples other than training
+    takes them for."""
     start_timeout_s: float = Field(default=900.0, gt=0)
     """Seconds that a server may take until its first answer."""
     answer_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds without an answer after which a server counts as hanging and is restarted."""
+
+    def __hash__(self) -> int:
+        """Hash without the values of arguments: they may be lists and mappings, and sections are keys of mappings."""
+        return hash((self.python, self.addresses, self.memory_fraction, *sorted(self.arguments)))
+
+    @field_validator("addresses")
+    @classmethod
+    def _addresses_have_ports(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for one in value:
+            if re.fullmatch(r"[^\s/@]+:\d{1,5}", one) is None:
+                raise ValueError(f"'{one}' must be HOST:PORT, where `leaderless engine` listens")
+        if twice := [one for one in value if value.count(one) > 1]:
+            raise ValueError(f"'{twice[0]}' is named twice: an engine serves one rank")
+        return value
+
+    @model_validator(mode="after")
+    def _is_in_one_place(self) -> ExternalConfig:
+        if self.addresses and self.python is not None:
+            raise ValueError(
+                "addresses are of engines that run already, and python starts others: leave out one of both"
+            )
+        return self
+
+    @property
+    def is_in_process(self) -> bool:
+        """Whether the engine runs in the processes of the ranks."""
+        return self.python is None and not self.addresses
+
+    @property
+    def given_arguments(self) -> dict[str, JsonValue]:
+        """Arguments that are not left out."""
+        return {name: value for name, value in self.arguments.items() if value is not None}
 
 
 class RolloutConfig(SamplingConfig):
@@ -120,6 +163,15 @@ class RolloutConfig(SamplingConfig):
     external: ExternalConfig = ExternalConfig()
     """Settings of vLLM and SGLang."""
 
+    weights: Literal["auto", "whole", "difference"] = "auto"
+    """Form in which new weights of a language model go to ranks that only generate: `whole`, or as the `difference`
+    from those before, exactly. A message has all numbers where that takes fewer bytes, and the first one after a start,
+    another layout or a missed version. For differences, each rank that trains keeps its share of the last weights in
+    host memory, in the engine's type, and the ranks with engines other than the native one divide a copy among them.
+    `auto` sends differences between machines where weights are sent from host memory: through a channel, and on CPUs.
+    It sends all numbers in float32, in which nearly all change, within a machine, and between the memories of
+    accelerators, where to find what has changed may take longer than to send everything. Adapters are always sent
+    whole."""
     max_response_tokens: int = Field(default=512, ge=1)
     """Length at which responses are cut and marked as truncated."""
     stop: tuple[str, ...] = ()
@@ -141,6 +193,16 @@ class RolloutConfig(SamplingConfig):
         if self.engine == "sglang" and self.external.python is None:
             raise ValueError("engine: sglang needs external.python, the interpreter of an environment that has SGLang")
         return self
+
+    @property
+    def low_precision(self) -> list[LowPrecision]:
+        """Formats of low precision in which the engine computes, by its arguments."""
+        return formats_of(self.engine, self.external.given_arguments)
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that the engine drafts at a time, by its arguments; 0 if it drafts none."""
+        return num_drafts(self.engine, self.external.given_arguments)
 
 
 class EvaluationConfig(SamplingConfig):

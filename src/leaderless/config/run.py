@@ -35,8 +35,15 @@ class RunConfig(Section):
 
     directory: str = "runs"
     """Folder of all runs, in which each run has a folder of its name."""
+    offload_folder: str | None = None
+    """Folder, on each machine, of the files that `optimizer.offload`, `training.offload_frozen` and
+    `models.<role>.offload_activations` may need: a fast disk of the machine itself is best. By default, it is `offload`
+    in the folder of the run. The files have no names, and are gone with the processes of the run."""
     timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds that a collective or an exchange between ranks may take before it fails with an error that names it."""
+    transport: Literal["torch", "nixl"] = "torch"
+    """Library that moves rows and weights between ranks: torch, by gloo, NCCL or HCCL; or NIXL, by UCX, which needs the
+    extra `nixl`. Collectives, and messages in the middle of a pass, are torch's in any case."""
     stall_timeout_s: float = Field(default=900.0, gt=0)
     """Seconds without progress on any rank, after which the stacks of all ranks are saved and the workers restarted;
     half of `timeout_s` if that is less, because other ranks do not wait longer for a rank that hangs."""
@@ -107,12 +114,23 @@ class GuardsConfig(Section):
     """Smallest mean entropy of the policy over the tokens that an update trains on, in nats; null for no limit."""
     entropy_action: GuardAction = "warn"
     """Action if the entropy is below the limit."""
+    effective_samples_limit: float | None = Field(default=0.5, gt=0, le=1)
+    """Smallest effective sample size of the ratios between trainer and engine, as a share of an update's tokens (the
+    metric `mismatch/effective_samples`); null for no limit."""
+    effective_samples_action: GuardAction = "warn"
+    """Action if it is below the limit. A warning is followed by no other one of the node for 20 steps."""
     reward_failures_limit: float | None = Field(default=0.5, ge=0, lt=1)
     """Largest share of a step's responses whose reward may fail, or of episodes in SAC; null for no limit. A reward
     that has failed on the first eight responses of a step (on more if the limit is above 0.5) is given up: it grades no
     further ones of that step, which count as failed."""
     reward_failures_action: Literal["warn", "roll_back", "stop"] = "stop"
     """Action at the end of a step in which more rewards failed."""
+    failures_limit: float | None = Field(default=0.1, ge=0, lt=1)
+    """Largest share of a step's episodes that may have met a failure of one kind, whatever was done about it (the
+    metrics `failure/*`); of any kind but the policy's own. null for no limit."""
+    failures_action: Literal["warn", "roll_back", "stop"] = "warn"
+    """Action at the end of a step in which more have. After a warning there is no other one of the kind for 20
+    steps."""
     max_roll_backs: int = Field(default=3, ge=1)
     """Number of times that a run may roll back; then it stops instead."""
 
@@ -131,8 +149,8 @@ class LoggerConfig(ShorthandSection):
     shorthand: ClassVar[str] = "type"
 
     type: str = Field(min_length=1)
-    """`tensorboard`, `wandb`, `mlflow` or `trackio`; or a custom logger as `package.module:Class`. See
-    [Loggers](../guides/loggers.md)."""
+    """`tensorboard`, `wandb`, `mlflow`, `trackio`, `prometheus` or `opentelemetry`; or a custom logger as
+    `package.module:Class`. See [Loggers](../guides/loggers.md)."""
     options: Mapping[str, JsonValue] = {}
     """Arguments of its constructor, such as `project`."""
     tables_every_steps: int = Field(default=10, ge=0)

@@ -58,7 +58,7 @@ class Background:
 
     def _work(self) -> None:
         while self._has_run(self._tasks.get()):
-            pass  # the task is freed during the wait for the next one
+            pass
 
     def _has_run(self, given: tuple[Callable[[], Any], Future[Any]] | None) -> bool:
         if given is None:
@@ -70,6 +70,8 @@ class Background:
             result = task() if self._failure is None else None
         except BaseException as error:  # noqa: BLE001 - it is raised where the result is waited for
             self._failure = error
+        # Memory of the task, such as a copy of weights, is free before anyone learns that it has ended.
+        del task, given
         if self._failure is None:
             future.set_result(result)
         else:

@@ -9,7 +9,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from leaderless.base.devices import can_pin
@@ -26,6 +25,16 @@ class Mark(Protocol):
 
     def query(self) -> bool:
         """Check whether the accelerator has come so far."""
+
+
+class Operation(Protocol):
+    """A message in flight, as torch's operations are."""
+
+    def is_completed(self) -> bool:
+        """Check whether it has been sent or received."""
+
+    def wait(self) -> object:
+        """Wait for it, or let what follows on an accelerator do so."""
 
 
 def mark(device: torch.device) -> torch.Event:
@@ -76,7 +85,7 @@ class PendingMessage:
 
     process_group: ProcessGroup
     what: str
-    works: Sequence[dist.Work]
+    works: Sequence[Operation]
     values: Tensor
     sent: Tensor | None = None
 
@@ -97,7 +106,7 @@ class RoundUnderWay:
         stays: Whether all messages are in the memory that the backend reads.
     """
 
-    works: Sequence[dist.Work]
+    works: Sequence[Operation]
     received: Sequence[tuple[Tensor, Tensor]]
     sent: Sequence[Tensor]
     stays: bool

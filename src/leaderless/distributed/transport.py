@@ -7,7 +7,6 @@ that is missing before the backend ends the process.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import os
@@ -19,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,18 +25,23 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from leaderless.distributed.activity import Activity
+from leaderless.distributed.block_sums import all_reduce_in_blocks
 from leaderless.distributed.errors import CollectiveError
 from leaderless.distributed.in_flight import (
     MESSAGES_AHEAD,
     Backlog,
+    Operation,
     PendingMessage,
     RoundUnderWay,
     fetch,
     incoming,
     outgoing,
 )
+from leaderless.distributed.one_sided.endpoint import NixlEndpoint
+from leaderless.distributed.one_sided.messages import NixlRound, begin_round, check_versions
+from leaderless.distributed.roll_call import silent_ranks
 from leaderless.planner import Layout, format_ranks
-from leaderless.planner.assign.blocks import Mesh, is_in_blocks
+from leaderless.planner.assign.blocks import is_in_blocks
 from leaderless.planner.layout import BACK
 from leaderless.planner.memory.limits import ROUNDS_AHEAD
 
@@ -47,8 +50,6 @@ POLL_S = 0.0002
 DEADLINE_SHARE = 0.9
 """Part of the timeout after which a rank gives up waiting for an accelerator: before the backend ends the process."""
 
-ROLL_CALL_S = 1.0
-"""Time for ranks that stop waiting to report it, so that the missing ones can be named."""
 IN_BLOCKS_BYTES = 1 << 16
 """Most bytes of values that many ranks combine in blocks; larger ones go round a ring in parts."""
 
@@ -72,6 +73,8 @@ class ProcessGroup:
         activity: Record of when this rank waits for others.
         timeout_s: Longest wait for an exchange on an accelerator.
         backlog: Messages for which only the accelerator waits, in all process groups of this rank.
+        endpoint: NIXL on this rank, which moves rows and weights; without it torch does.
+        lane: Name of the background thread's messages; empty for the main thread.
     """
 
     ranks: tuple[int, ...]
@@ -82,6 +85,8 @@ class ProcessGroup:
     activity: Activity = field(default_factory=Activity)
     timeout_s: float = math.inf
     backlog: Backlog = field(default_factory=Backlog, repr=False, compare=False)
+    endpoint: NixlEndpoint | None = field(default=None, repr=False, compare=False)
+    lane: str = ""
 
     @property
     def size(self) -> int:
@@ -118,32 +123,12 @@ class ProcessGroup:
         if self.size == 1:
             return values.clone()
         if is_in_blocks(self.size) and values.device.type == "cpu" and values.nbytes <= IN_BLOCKS_BYTES:
-            return self._all_reduce_in_blocks(values, operation, what)
+            return all_reduce_in_blocks(self, values, operation, what)
         result = values.clone()
         with self._waiting(what):
             dist.all_reduce(result, operation, group=self.handle)
         self.backlog.add(self, what, result.device, most_ahead)
         return result
-
-    def _all_reduce_in_blocks(self, values: Tensor, operation: dist.ReduceOp.RedOpType, what: str) -> Tensor:
-        """Few numbers of many ranks: combined in each block, then among blocks, as a ring would go round all ranks.
-
-        All combine the same values in the same order, so that each gets the same bits.
-        """
-        mesh, place = Mesh(self.size), self.ranks.index(self.rank)
-        members = mesh.members(int(mesh.blocks(np.array([place]))[0]))
-        block = _combined(self._swap(values, members, members, what), operation)
-        return _combined(self._swap(block, mesh.below(place).tolist(), mesh.above(place).tolist(), what), operation)
-
-    def _swap(self, values: Tensor, to: Sequence[int], senders: Sequence[int], what: str) -> list[Tensor]:
-        """Values of one shape from some places, in their order, in return for values to some; through host memory."""
-        own, here = self.rank, values.contiguous()
-        message = here.reshape(-1).view(torch.uint8)
-        received = {self.ranks[place]: torch.empty_like(here) for place in senders if self.ranks[place] != own}
-        sent = [(self.ranks[place], message) for place in to if self.ranks[place] != own]
-        arriving = [(rank, part.reshape(-1).view(torch.uint8)) for rank, part in received.items()]
-        replace(self, payload_device=torch.device("cpu")).exchange_rounds([(sent, arriving)], what)
-        return [received.get(self.ranks[place], here) for place in senders]
 
     def gather(self, rows: Tensor, what: str) -> list[Tensor]:
         """The rows [n, ...] of every rank, in the order of `ranks`; each rank may have another n."""
@@ -267,14 +252,18 @@ class ProcessGroup:
     def exchanging(self, rounds: Iterable[Round], what: str) -> Iterator[None]:
         """Like `exchange_rounds`, but yield after each round that is done, while the next is sent."""
         under_way: deque[RoundUnderWay] = deque()
-        for sent, received in rounds:
-            under_way.append(self._begin(sent, received, what))
-            if len(under_way) == ROUNDS_AHEAD:
+        try:
+            for sent, received in rounds:
+                under_way.append(self._begin(sent, received, what))
+                if len(under_way) == ROUNDS_AHEAD:
+                    self._finish(under_way.popleft(), what)
+                    yield
+            while under_way:
                 self._finish(under_way.popleft(), what)
                 yield
-        while under_way:
-            self._finish(under_way.popleft(), what)
-            yield
+        finally:
+            if under_way and self.endpoint is not None:
+                self.endpoint.close(f"rank {self.rank} has stopped in the middle of {what}")
 
     def gather_equal(self, data: Tensor, what: str) -> PendingMessage:
         """Begin to gather [bytes] uint8, as many on each rank, on the device that moves payload, to [ranks, bytes].
@@ -300,7 +289,13 @@ class ProcessGroup:
     ) -> RoundUnderWay:
         here = [(peer, message, incoming(message, self.payload_device)) for peer, message in received if len(message)]
         away = [(peer, outgoing(message, self.payload_device)) for peer, message in sent if len(message)]
-        works = self._batch(away, [(peer, there) for peer, _, there in here], what)
+        coming = [(peer, there) for peer, _, there in here]
+        works: Sequence[Operation]
+        if self.endpoint is None:
+            works = self._batch(away, coming, what)
+        else:
+            with self._waiting(what):
+                works = [begin_round(self, self.endpoint, away, coming)]
         stays = all(message.device == self.payload_device for _, message in (*sent, *received))
         arriving = [(message, there) for _, message, there in here]
         return RoundUnderWay(works, arriving, [there for _, there in away], stays)
@@ -313,7 +308,7 @@ class ProcessGroup:
         self._wait(under_way.works, what, self.payload_device)
         fetch(under_way.received, self.payload_device)
 
-    def _order(self, works: Sequence[dist.Work], what: str, device: torch.device) -> None:
+    def _order(self, works: Sequence[Operation], what: str, device: torch.device) -> None:
         """Let what follows on a device come after operations on its memory; on a CPU the host waits for them."""
         with self._waiting(what):
             for work in works:
@@ -321,13 +316,14 @@ class ProcessGroup:
         if works:
             self.backlog.add(self, what, device, MESSAGES_AHEAD)
 
-    def _wait(self, works: Sequence[dist.Work], what: str, device: torch.device) -> None:
+    def _wait(self, works: Sequence[Operation], what: str, device: torch.device) -> None:
         if device.type != "cpu":
             self.backlog.wait()
         with self._waiting(what):
             begin = time.monotonic()
             for work in works:
-                if device.type != "cpu":  # there `wait` only queues, and would never name a missing rank
+                # An accelerator's `wait` only queues, and would never name a missing rank.
+                if device.type != "cpu" and not isinstance(work, NixlRound):
                     self._poll(work.is_completed, begin)
                 work.wait()  # what follows on the device comes after it
 
@@ -354,29 +350,6 @@ class ProcessGroup:
             ) from error
 
 
-def _combined(parts: Sequence[Tensor], operation: dist.ReduceOp.RedOpType) -> Tensor:
-    """The sum or the largest of tensors, one after the other, so that all processors round alike."""
-    add = torch.add if operation == dist.ReduceOp.SUM else torch.maximum
-    return functools.reduce(add, parts[1:], parts[0].clone())
-
-
-def silent_ranks(rank: int, others: Sequence[int]) -> tuple[int, ...]:
-    """The ranks that have not stopped waiting too, so that they are late or gone.
-
-    A rank that stops waiting reports it in the rendezvous store, which is not read while all is well.
-    """
-    end, silent = time.monotonic() + ROLL_CALL_S, list(others)
-    try:
-        store = _get_default_store()
-        store.set(f"given up/{rank}", "")
-        while silent and time.monotonic() < end:
-            time.sleep(0.05)
-            silent = [other for other in silent if not store.check([f"given up/{other}"])]
-    except (RuntimeError, ValueError):  # the store is gone, and nobody else can be named
-        return ()
-    return tuple(silent)
-
-
 def digest(content: bytes) -> int:
     """A number that identifies some content; it fits into int64."""
     return int.from_bytes(hashlib.sha256(content).digest()[:7], "little")
@@ -392,6 +365,7 @@ class Transport:
         host: str | None = None,
         activity: Activity | None = None,
         sharing: Mapping[int, int] | None = None,
+        endpoint: NixlEndpoint | None = None,
     ) -> None:
         """Take the whole world as the first process group. All ranks call it together.
 
@@ -402,6 +376,10 @@ class Transport:
             activity: Record of the main thread's waits; a new one when None.
             sharing: Ranks that use the device of another one, with the latter. Libraries of accelerators connect
                 devices and not processes: process groups of both move payload through host memory.
+            endpoint: NIXL on this rank, for rows and weights, on all ranks or none; by default torch sends them.
+
+        Raises:
+            RuntimeError: NIXL is of different versions on some ranks.
         """
         self._sharing = sharing or {}
         self.rank = dist.get_rank()
@@ -413,6 +391,9 @@ class Transport:
             ranks, self.rank, None, self._payload_of(ranks), activity=self.activity, timeout_s=timeout_s
         )
         self.world.warm_up()
+        if endpoint is not None:
+            check_versions(self.world, endpoint)
+            self.world.endpoint = endpoint
         name = host or f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
         digests = torch.cat(self.world.gather(torch.tensor([digest(name.encode())]), "the names of all hosts"))
         self.world.hosts = dict(enumerate(torch.unique(digests, return_inverse=True)[1].tolist()))
@@ -421,6 +402,11 @@ class Transport:
         self._back: dict[tuple[int, ...], ProcessGroup] = {}  # the same ranks as others, in the other direction
         self._meshes: set[Layout] = set()
         self._lanes: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
+
+    def close(self, error: str = "") -> None:
+        """Release what moves rows and weights. With an error, others that wait for this rank stop waiting."""
+        if self.world.endpoint is not None:
+            self.world.endpoint.close(f"rank {self.rank} has failed: {error}" if error else "")
 
     def store(self) -> Store:
         """A separate connection to the rendezvous store, for a thread other than the main one."""
@@ -478,7 +464,15 @@ class Transport:
         """
         if (name, ranks) not in self._lanes:
             handle = dist.new_group(list(ranks), timeout=self.timeout * patience, backend="gloo")
-            self._lanes[name, ranks] = ProcessGroup(ranks, self.rank, handle, hosts=self.world.hosts)
+            self._lanes[name, ranks] = ProcessGroup(
+                ranks,
+                self.rank,
+                handle,
+                hosts=self.world.hosts,
+                timeout_s=self.timeout.total_seconds() * patience,
+                endpoint=self.world.endpoint,
+                lane=f"{name} {format_ranks(ranks)}",
+            )
 
     def process_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
         """The process group of some ranks, among them this one, for the main thread."""

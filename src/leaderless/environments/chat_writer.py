@@ -33,6 +33,7 @@ class ChatWriter:
         system: System message of all conversations that have none; None for none.
         tools: Schemas of the tools that the template offers.
         reader: Facts about how the model reads images; None if it reads text alone.
+        options: Further arguments of the template.
     """
 
     tokenizer: Tokenizer
@@ -40,6 +41,7 @@ class ChatWriter:
     system: str | None = None
     tools: Sequence[Json] = ()
     reader: ImageReader | None = None
+    options: Mapping[str, Json] = field(default_factory=dict)
     _ends: list[str] = field(init=False, default_factory=list)
     _special: list[str] = field(init=False, default_factory=list)
 
@@ -184,6 +186,7 @@ class ChatWriter:
                 tools=self.tools or None,
                 add_generation_prompt=is_prompt,
                 tokenize=False,
+                **self.options,
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             roles = ", ".join(str(message["role"]) for message in messages)

@@ -51,6 +51,8 @@ class SharedEngineScheduler(EngineScheduler):
         busy_s: Seconds that the engine has worked.
         known_tokens: Tokens of prompts that the engine had read or sampled before, in the same conversation.
         cached_tokens: Those of them whose keys and values it still had; it may have more of other conversations.
+        num_drafted: Tokens that it has drafted, of responses that have ended.
+        num_accepted: Those of them that the model has accepted.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class SharedEngineScheduler(EngineScheduler):
         self._asked: dict[int, _Asked] = {}
         self._has_work = asyncio.Event()
         self.busy_s = 0.0
-        self.known_tokens = self.cached_tokens = 0
+        self.known_tokens = self.cached_tokens = self.num_drafted = self.num_accepted = 0
 
     @override
     async def ask(self, request: Request, params: SamplingParams, known_tokens: int = 0) -> Completion:
@@ -114,6 +116,8 @@ class SharedEngineScheduler(EngineScheduler):
             if asked is None:
                 continue  # aborted
             self.cached_tokens += min(delta.cached_tokens, asked.known_tokens)
+            self.num_drafted += delta.num_drafted
+            self.num_accepted += delta.num_accepted
             asked.completion.add(delta)
             if delta.finish_reason is not None:
                 del self._asked[delta.request]

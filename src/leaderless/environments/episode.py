@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from leaderless.base.values import Json
+from leaderless.config.failures import FailureKind
 from leaderless.data.prompts.images import PromptImage
 from leaderless.environments.protocol import ONLY_AGENT, Message, Task, Turn
 
@@ -255,6 +256,20 @@ class EpisodePosition:
     history: Sequence[Spoken] = ()
 
 
+class FailureNote(NamedTuple):
+    """A failure that an episode has met, whether it ended it or not.
+
+    Attributes:
+        kind: Kind of the failure.
+        error: Description of what has happened, for people.
+        attempt: Number of the attempt in which it happened, from 0 on.
+    """
+
+    kind: FailureKind
+    error: str
+    attempt: int = 0
+
+
 @dataclass
 class Episode:
     """Episode that was played.
@@ -262,7 +277,7 @@ class Episode:
     Attributes:
         trace: Everything that was said.
         agents: Names of the environment's agents.
-        cause: Word by which a failed episode is counted; empty if it did not fail.
+        cause: Kind of the failure that has ended it; empty if it did not fail.
         error: Reason why it failed, for people.
         is_cut: Whether it ended at a limit.
         is_led: Whether a program led it.
@@ -272,11 +287,12 @@ class Episode:
         info: Facts that the environment has noted.
         place: Place that was to be played; None if it was not played here.
         answers: Answers of the environment.
+        failures: All failures that it has met, in order, also those that were overcome.
     """
 
     trace: Trace = field(default_factory=Trace)
     agents: tuple[str, ...] = ()
-    cause: str = ""
+    cause: FailureKind | Literal[""] = ""
     error: str = ""
     is_cut: bool = False
     is_led: bool = False
@@ -286,3 +302,13 @@ class Episode:
     info: dict[str, Json] = field(default_factory=dict)
     place: EpisodePosition | None = None
     answers: list[RecordedAnswer] = field(default_factory=list)
+    failures: list[FailureNote] = field(default_factory=list)
+
+    def fail(self, kind: FailureKind, error: str) -> None:
+        """End it by a failure."""
+        self.cause, self.error = kind, error
+        self.note(kind, error)
+
+    def note(self, kind: FailureKind, error: str) -> None:
+        """Note a failure that does not end it."""
+        self.failures.append(FailureNote(kind, error, self.attempts - 1))

@@ -12,19 +12,13 @@ from leaderless.config import RecipeError
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.engine_scheduler import EngineScheduler
 from leaderless.environments.episode import Episode, EpisodePosition, RecordedAnswer, Said, Spoken, Trace, TraceNode
-from leaderless.environments.guarded_environment import (
-    ENVIRONMENT,
-    OVERFLOW,
-    TIMEOUT,
-    EnvironmentFailure,
-    GuardedEnvironment,
-    messages_of,
-)
+from leaderless.environments.guarded_environment import EnvironmentFailure, GuardedEnvironment, messages_of
 from leaderless.environments.programs.chat import Chat, Rules
-from leaderless.environments.programs.conversations import number_of
+from leaderless.environments.programs.conversations import OUT_OF_TOKENS, number_of
 from leaderless.environments.programs.program_environment import LazyEndpoint, ProgramEnvironment
 from leaderless.environments.protocol import Message, Observation, Turn
-from leaderless.environments.tools import Call, Toolbox, result_messages
+from leaderless.environments.tools import Call, CallResult, Toolbox, result_messages
+from leaderless.environments.tools.calls import MISTAKES
 from leaderless.rollout.engine import Request
 
 Result = TypeVar("Result")
@@ -66,9 +60,9 @@ class EpisodeRunner:
                 self._toolbox = await open_tools(world)
             await self._play(world)
         except EnvironmentFailure as failure:
-            episode.cause, episode.error = failure.cause, str(failure)
+            episode.fail(failure.kind, str(failure))
         except RecipeError as error:
-            episode.cause, episode.error = ENVIRONMENT, str(error)
+            episode.fail("environment", str(error))
         finally:
             self._end()
             if self._toolbox is not None:
@@ -81,9 +75,10 @@ class EpisodeRunner:
         """The episode when a function does not end; whatever that does later changes nothing any more."""
         self._is_left, episode = True, self.episode
         if not self._is_over:
-            episode.cause, episode.error = TIMEOUT, error
+            episode.fail("deadline", error)
             self._end()
-        return replace(episode, trace=Trace([*episode.trace.nodes]), answers=[*episode.answers], calls=[*episode.calls])
+        left = replace(episode, trace=Trace([*episode.trace.nodes]), answers=[*episode.answers])
+        return replace(left, calls=[*episode.calls], failures=[*episode.failures])
 
     def _end(self) -> None:
         """Release what the engine keeps of the episode."""
@@ -121,6 +116,7 @@ class EpisodeRunner:
                 assert self._toolbox is not None
                 results = await self._timed(self._toolbox.run(calls, self._config.tool_timeout_s), "tools")
                 self.episode.calls += results
+                self._note_calls(results)
                 self._tell(agent, result_messages(results))
                 continue
             agent = turn.next_after(agent)
@@ -134,6 +130,14 @@ class EpisodeRunner:
         if found.calls and not any(call.problem for call in found.calls):
             said.messages = [found.message()]
         return found.calls
+
+    def _note_calls(self, results: Sequence[CallResult]) -> None:
+        """Note calls that the policy got wrong, and tools whose failure it is told."""
+        for result in results:
+            if result.refusal in MISTAKES:
+                self.episode.note("policy", result.text)
+            elif result.kind is not None:
+                self.episode.note(result.kind, result.text.removeprefix("Error: "))
 
     async def _follow(self, program: ProgramEnvironment) -> None:
         """Play an episode that a program leads."""
@@ -154,9 +158,10 @@ class EpisodeRunner:
         finally:
             episode.seconds["model"] += chat.seconds
             episode.seconds["environment"] += max(0.0, time.perf_counter() - begin - chat.seconds)
-        if chat.overflow is not None and config.on_overflow == "fail":
-            raise EnvironmentFailure(OVERFLOW, str(chat.overflow))
-        episode.is_cut = chat.overflow is not None
+        if chat.overflow is not None:
+            episode.is_cut = True
+            if chat.overflow.code == OUT_OF_TOKENS:
+                episode.note("policy", str(chat.overflow))
         episode.info |= {name: value for name, value in result.items() if name != "reward"}
         last = episode.trace.said()[-1].said
         assert last is not None
@@ -193,13 +198,14 @@ class EpisodeRunner:
         prompt = end.context()
         room = min(self._place.params.max_tokens, self._max_tokens - len(prompt))
         if room < 1:
-            if self._config.on_overflow == "fail" or not self._num_turns:
-                raise EnvironmentFailure(
-                    OVERFLOW,
-                    f"a conversation has {len(prompt)} tokens, and may have {self._max_tokens} (data.max_prompt_tokens "
-                    "+ environment.max_episode_tokens): raise them, or let the environment say less",
-                )
+            problem = (
+                f"a conversation has {len(prompt)} tokens, and may have {self._max_tokens} (data.max_prompt_tokens + "
+                "environment.max_episode_tokens): raise them, or let the environment say less"
+            )
+            if not self._num_turns:
+                raise EnvironmentFailure("environment", problem)  # the policy has not said anything
             self.episode.is_cut = True
+            self.episode.note("policy", problem)
             return None
         noise = noise_id(self._place.number, self._attempt, self._num_turns)
         conversation = self._conversation(self.episode.agents.index(agent))
@@ -207,6 +213,8 @@ class EpisodeRunner:
         begin = time.perf_counter()
         completion = await self._pump.ask(request, self._place.params.limited_to(room), num_known)
         self.episode.seconds["model"] += time.perf_counter() - begin
+        if completion.finish_reason == "aborted":
+            raise EnvironmentFailure("infrastructure", "the engine has given up an answer of the policy")
         facts = Said(completion.log_probs, completion.policy_versions, self._num_turns, agent, completion.is_truncated)
         facts.temperature = self._place.params.distribution.temperature
         facts.experts, facts.support = completion.experts, completion.support
@@ -230,7 +238,7 @@ class EpisodeRunner:
         end = self._told(agent)
         if agent != spoken.said.agent or end.context() != list(spoken.context):
             raise EnvironmentFailure(
-                ENVIRONMENT,
+                "environment",
                 f"the environment has not done the same again in turn {self._num_turns + 1}, so that another policy "
                 "cannot continue the episode: let it take all randomness from `rng`",
             )
@@ -251,7 +259,7 @@ class EpisodeRunner:
                 last.reward += value
             elif value:
                 raise EnvironmentFailure(
-                    ENVIRONMENT, f"agent '{name}' is rewarded by {value:g}, but has not said anything yet"
+                    "environment", f"agent '{name}' is rewarded by {value:g}, but has not said anything yet"
                 )
 
     def _conversation(self, agent: int) -> int:

@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from random import Random
+from socket import gaierror
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from urllib.error import URLError
 
 from typing_extensions import override
 
 from leaderless.base.values import is_finite_number
+from leaderless.config.failures import FailureKind
 from leaderless.data.prompts.images import other_than_text
 from leaderless.environments.pictures import with_files
 from leaderless.environments.protocol import ONLY_AGENT, Environment, EpisodeFailed, Message, Observation, Task, Turn
 from leaderless.environments.user_functions import call_user, time_limit
+from leaderless.rewards.sandbox.messages import SandboxError
 
 if TYPE_CHECKING:
     from leaderless.environments.tools.calls import Tool
     from leaderless.environments.tools.function_tool import FunctionTool, ToolOwner
 
 Result = TypeVar("Result")
-ENVIRONMENT, TOOL, TIMEOUT, CRASH, OVERFLOW = "environment", "tool", "timeout", "crash", "overflow"
-CAUSES = (ENVIRONMENT, TOOL, TIMEOUT, CRASH, OVERFLOW)
-"""Causes of failed episodes, by which they are counted."""
+_BROKEN_CONNECTIONS = frozenset(
+    {
+        ("aiohttp", "ClientConnectionError"),
+        ("anthropic", "APIConnectionError"),
+        ("httpx", "NetworkError"),
+        ("httpx", "RemoteProtocolError"),
+        ("httpx2", "NetworkError"),
+        ("httpx2", "RemoteProtocolError"),
+        ("openai", "APIConnectionError"),
+        ("requests", "ConnectionError"),
+        ("urllib3", "ProtocolError"),
+    }
+)
+"""Errors of libraries, by package and name, that say that a server cannot be reached and are no `ConnectionError`."""
 
 
 class EnvironmentFailure(Exception):  # noqa: N818 - the end of an episode, not of the program
     """Why an episode has failed.
 
     Attributes:
-        cause: Word by which it is counted.
+        kind: Kind of the failure.
     """
 
-    def __init__(self, cause: str, text: str) -> None:
+    def __init__(self, kind: FailureKind, text: str) -> None:
         super().__init__(text)
-        self.cause = cause
+        self.kind: FailureKind = kind
 
 
 class GuardedEnvironment(Protocol):
@@ -113,7 +129,7 @@ class ThreadEnvironment(GuardedEnvironment):
             return tool.of_instance(await self.make())
         if home not in self._objects:
             what = f"the constructor of the tool {home.kind.__name__}"
-            self._objects[home] = await call(lambda: home.kind(**home.options), self._timeout_s, what, TOOL)
+            self._objects[home] = await call(lambda: home.kind(**home.options), self._timeout_s, what, "tool")
         return tool.of_instance(self._objects[home])
 
     @override
@@ -127,7 +143,7 @@ class ThreadEnvironment(GuardedEnvironment):
 
 
 async def call(
-    function: Callable[[], Result | Awaitable[Result]], timeout_s: float, what: str, cause: str = ENVIRONMENT
+    function: Callable[[], Result | Awaitable[Result]], timeout_s: float, what: str, kind: FailureKind = "environment"
 ) -> Result:
     """Call a user's function, in a thread unless it is a coroutine function, and wait for its result.
 
@@ -141,20 +157,36 @@ async def call(
             return cast("Result", await call_user(function, what))
     except TimeoutError as error:
         if not limit.expired():  # the user's own
-            raise failure_of(error, what, cause) from error
+            raise failure_of(error, what, kind) from error
         remedy = "raise environment.act_timeout_s, or give the call a time limit of its own"
-        raise EnvironmentFailure(TIMEOUT, f"{what} has not answered within {timeout_s:g} s: {remedy}") from error
+        raise EnvironmentFailure("deadline", f"{what} has not answered within {timeout_s:g} s: {remedy}") from error
     except EnvironmentFailure:
         raise
     except Exception as error:
-        raise failure_of(error, what, cause) from error
+        raise failure_of(error, what, kind) from error
 
 
-def failure_of(error: Exception, what: str, cause: str = ENVIRONMENT) -> EnvironmentFailure:
-    """The failure of an episode in which a user's function raised an error."""
+def failure_of(error: Exception, what: str, kind: FailureKind = "environment") -> EnvironmentFailure:
+    """The failure of an episode in which a user's function raised an error; `kind` is that of its own errors."""
     if isinstance(error, EpisodeFailed):
-        return EnvironmentFailure(cause, f"{what} gave up: {error}")
-    return EnvironmentFailure(cause, f"{what} raised {type(error).__name__}: {error}")
+        return EnvironmentFailure(error.kind or kind, f"{what} gave up: {error}")
+    return EnvironmentFailure(kind_of(error, kind), f"{what} raised {type(error).__name__}: {error}")
+
+
+def kind_of(error: Exception, kind: FailureKind) -> FailureKind:
+    """The kind of an error that a user's function raised: its own, unless it lost a connection or a sandbox."""
+    if isinstance(error, SandboxError):
+        return "sandbox"
+    reason = error.reason if isinstance(error, URLError) else error
+    is_broken = isinstance(reason, ConnectionError | gaierror) or any(
+        (found.__module__.partition(".")[0], found.__name__) in _BROKEN_CONNECTIONS for found in type(error).__mro__
+    )
+    return "infrastructure" if is_broken else kind
+
+
+def kind_of_end(code: int) -> FailureKind:
+    """The kind of a failure in which a process has ended by itself, or was killed from outside, as for its memory."""
+    return "infrastructure" if code in {-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGKILL} else "environment"
 
 
 def messages_of(observation: Observation, *, sees_images: bool = False) -> list[Message]:
@@ -168,7 +200,7 @@ def messages_of(observation: Observation, *, sees_images: bool = False) -> list[
     messages: list[Any] = list(observation) if isinstance(observation, list | tuple) else [None]
     if not all(isinstance(one, dict) and isinstance(one.get("role"), str) and "content" in one for one in messages):
         raise EnvironmentFailure(
-            ENVIRONMENT,
+            "environment",
             f"an observation must be a text, or a list of messages with 'role' and 'content', not {observation!r:.80}",
         )
     if medium := next(filter(None, map(partial(other_than_text, has_images=sees_images), messages)), None):
@@ -177,7 +209,7 @@ def messages_of(observation: Observation, *, sees_images: bool = False) -> list[
             remedy += ", or set environment.images for a model that sees them"
         reads = "text and images" if sees_images else "text"
         raise EnvironmentFailure(
-            ENVIRONMENT, f"an observation holds {medium}, but the policy reads only {reads}: {remedy}"
+            "environment", f"an observation holds {medium}, but the policy reads only {reads}: {remedy}"
         )
     return messages
 
@@ -189,7 +221,7 @@ def checked(turn: object, what: str, agents: tuple[str, ...]) -> Turn:
         EnvironmentFailure: It is no `Turn`, a reward is not finite, facts have no names, or an agent is unknown.
     """
     if not isinstance(turn, Turn):
-        raise EnvironmentFailure(ENVIRONMENT, f"{what} returned {type(turn).__name__}: it must return a Turn")
+        raise EnvironmentFailure("environment", f"{what} returned {type(turn).__name__}: it must return a Turn")
     info: object = turn.info
     problem, known = "", ", ".join(agents)
     if not isinstance(info, Mapping):
@@ -204,5 +236,5 @@ def checked(turn: object, what: str, agents: tuple[str, ...]) -> Turn:
     if not problem and turn.agent is not None and turn.agent not in agents:
         problem = f"lets the agent '{turn.agent}' act, which is none of {known}"
     if problem:
-        raise EnvironmentFailure(ENVIRONMENT, f"{what} {problem}")
+        raise EnvironmentFailure("environment", f"{what} {problem}")
     return turn

@@ -10,13 +10,16 @@ from typing import Any, cast
 import numpy as np
 
 from leaderless.base.values import Json
-from leaderless.environments.episode import Episode, RecordedAnswer, Said, Trace
+from leaderless.config.failures import FailureKind
+from leaderless.environments.episode import Episode, FailureNote, RecordedAnswer, Said, Trace
 from leaderless.environments.pictures import put_back, taken_out
 from leaderless.environments.protocol import Message, Turn
 from leaderless.environments.tools import CallResult
 
 Line = Mapping[str, Json]
 """A line of the journal."""
+_EARLIER: Mapping[str, FailureKind] = {"timeout": "deadline", "crash": "infrastructure", "overflow": "environment"}
+"""Kinds of failures by words that were in journals before there were kinds."""
 
 
 def line_of(episode: Episode) -> dict[str, Json]:
@@ -52,6 +55,7 @@ def line_of(episode: Episode) -> dict[str, Json]:
         ],
         "cause": episode.cause,
         "error": episode.error,
+        "failures": [one._asdict() for one in episode.failures],
         "is_cut": episode.is_cut,
         "info": episode.info,
         "seconds": {name: round(value, 6) for name, value in episode.seconds.items()},
@@ -84,7 +88,7 @@ def episode_of(line: Line) -> Episode:
         return Episode(
             trace=trace,
             agents=tuple(map(str, known["agents"])),
-            cause=str(known["cause"]),
+            cause=_EARLIER.get(known["cause"], known["cause"]),
             error=str(known["error"]),
             is_cut=bool(known["is_cut"]),
             attempts=1 + int(known["attempt"]),
@@ -92,6 +96,7 @@ def episode_of(line: Line) -> Episode:
             calls=[CallResult(**one) for one in known["calls"]],
             info=dict(known["info"]),
             answers=answers,
+            failures=[FailureNote(**one) for one in known.get("failures", [])],
         )
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"episode {line.get('id')} of the journal is damaged ({error!r})") from error
@@ -105,7 +110,7 @@ def _facts(said: Said) -> dict[str, Json]:
     return {"log_probs": log_probs, **facts}
 
 
-DIFFERENT = "different"
+DIFFERENT = cast("FailureKind", "different")  # no kind of a run's failures
 """Cause of the end of an episode that does not go as the journal says."""
 SHOWN_CHARACTERS = 160
 """Length at which values in a difference are cut."""

@@ -34,15 +34,17 @@ class EpisodePlayer:
         self._open_tools, self._doorway = open_tools, LazyEndpoint()
 
     async def play(self, place: EpisodePosition) -> Episode:
-        """Play an episode, again if it fails and may be tried again."""
-        episode = Episode()
+        """Play an episode, again if it fails in a way that is to be retried."""
+        episode, retried = Episode(), self._config.failures.kinds_with("retried")
         for attempt in range(self._config.max_attempts):
             one = EpisodeRunner(self._config, self._max_tokens, self._pump, self._doorway, place, attempt)
             try:
-                episode = await until_stuck(one.run(self._open_world, self._open_tools))
+                found = await until_stuck(one.run(self._open_world, self._open_tools))
             except TimeoutError as error:
-                episode = one.leave(str(error))
-            if not episode.cause:
+                found = one.leave(str(error))
+            found.failures[:0] = episode.failures  # of earlier attempts
+            episode = found
+            if episode.cause not in retried:
                 break
         return episode
 

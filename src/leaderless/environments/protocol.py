@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from leaderless.base.values import Json
+from leaderless.config.failures import FAILURE_KINDS, FailureKind
 
 Message = Mapping[str, Json]
 """A message of a chat: `role`, `content`, and what else the model's chat template knows, such as `tool_calls`."""
@@ -21,7 +22,28 @@ ONLY_AGENT = ""
 
 
 class EpisodeFailed(Exception):  # noqa: N818 - a plain word for users
-    """The episode cannot be judged, so it is left out and counted as failed. The first argument says why."""
+    """The episode cannot be judged. What is done then depends on the kind of the failure; see `FailuresConfig`.
+
+    Args:
+        reason: Reason, for people.
+        kind: Kind of the failure; by default, whose code has raised it: the environment's or a tool's.
+
+    Attributes:
+        kind: The kind; None for the default.
+
+    Raises:
+        ValueError: There is no such kind, or an environment cannot say that it is one.
+    """
+
+    def __init__(self, reason: str = "", kind: FailureKind | None = None) -> None:
+        super().__init__(reason)
+        if kind not in {None, *FAILURE_KINDS} - {"policy", "grader"}:
+            remedy = {
+                "policy": "for what the policy does wrong return a reward, which teaches it",
+                "grader": "a grader is a reward of the recipe, which raises an error of any type",
+            }.get(str(kind), "leave it out, or use environment, tool, sandbox, deadline or infrastructure")
+            raise ValueError(f"EpisodeFailed has kind={kind!r}: {remedy}")
+        self.kind = kind
 
 
 @dataclass(frozen=True)
@@ -55,7 +77,7 @@ class Environment(ABC):
     """One episode's world. Each episode has an object of its own, which may keep whatever it likes.
 
     Methods may be `async`. Methods marked with `@tool` are offered to the policy: calls are answered before `act` is
-    asked. Whatever a method raises makes the episode fail: it is then absent from training, and counted.
+    asked. Whatever a method raises makes the episode fail: by default it is then absent from training, and counted.
 
     Options of the recipe's `environment.options` are arguments of the constructor.
     """

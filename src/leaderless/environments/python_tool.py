@@ -9,7 +9,7 @@ from leaderless.base.leftover_processes import exit_in_words
 from leaderless.config.rewards import SandboxName
 from leaderless.environments.tools import tool
 from leaderless.rewards.sandbox.jail import Interpreter
-from leaderless.rewards.sandbox.messages import SandboxLimits
+from leaderless.rewards.sandbox.messages import SandboxError, SandboxLimits
 from leaderless.rewards.sandbox.sandboxes import choose_sandbox
 
 _LOST = "The interpreter was started anew: variables and files of earlier calls are lost."
@@ -33,7 +33,7 @@ class PythonTool:
         sandbox: Sandbox that it runs in; see `reward.code.sandbox`.
 
     Raises:
-        RuntimeError: The sandbox cannot be used on this machine.
+        SandboxError: The sandbox cannot be used on this machine.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PythonTool:
         try:
             self._sandbox = choose_sandbox(sandbox)
         except RuntimeError as error:
-            raise RuntimeError(f"the python tool {error}") from error
+            raise SandboxError(f"the python tool {error}") from error
         self._limits = SandboxLimits(timeout_s, memory_mib, max_processes, max_files, max_file_bytes, max_output_bytes)
         self._interpreter: Interpreter | None = None
         self._is_closed = False
@@ -65,7 +65,11 @@ class PythonTool:
         Args:
             code: Python code.
         """
-        ended = self._open().call(code)
+        try:
+            ended = self._open().call(code)
+        except SandboxError:
+            self._drop()
+            raise
         output = ended.output.rstrip()
         if ended.cause == "answered":
             return output or "(no output)"
@@ -83,6 +87,13 @@ class PythonTool:
             self._is_closed = True
         if self._interpreter is not None:
             await asyncio.to_thread(self._interpreter.close)
+
+    def _drop(self) -> None:
+        """Leave a sandbox that does not work any more, so that the next call starts another one."""
+        with self._lock:
+            dropped, self._interpreter = self._interpreter, None
+        if dropped is not None:
+            dropped.close()
 
     def _open(self) -> Interpreter:
         """The interpreter, started with the first call."""

@@ -28,13 +28,12 @@ from leaderless.base.leftover_processes import exit_in_words
 from leaderless.base.named_functions import load_own
 from leaderless.base.values import Json
 from leaderless.config.environment import EnvironmentConfig
+from leaderless.config.failures import FailureKind
 from leaderless.environments.guarded_environment import (
-    CRASH,
-    ENVIRONMENT,
-    TIMEOUT,
     EnvironmentFailure,
     GuardedEnvironment,
     ThreadEnvironment,
+    kind_of_end,
 )
 from leaderless.environments.protocol import Environment, Observation, Task, Turn
 from leaderless.environments.tools.calls import Call, CallResult, Tool
@@ -120,30 +119,29 @@ class ProcessEnvironment(GuardedEnvironment):
         except TimeoutError as error:
             self._end()
             raise EnvironmentFailure(
-                TIMEOUT,
+                "deadline",
                 f"the environment's process has not answered '{what}' within {limit_s:g} s, and was ended: raise "
                 "environment.act_timeout_s, or let it answer faster",
             ) from error
         except (EOFError, OSError) as error:
-            raise EnvironmentFailure(
-                CRASH, f"the environment's process {self._end(NOTICE_S)} during '{what}'"
-            ) from error
+            how = self._end(NOTICE_S)
+            kind = kind_of_end(self._process.exitcode or 0)
+            raise EnvironmentFailure(kind, f"the environment's process has ended with {how} during '{what}'") from error
         except (TypeError, ValueError) as error:
-            raise EnvironmentFailure(ENVIRONMENT, f"'{what}' has arguments that JSON cannot hold: {error}") from error
+            raise EnvironmentFailure("environment", f"'{what}' has arguments that JSON cannot hold: {error}") from error
         self._is_ready = True
         if kind == "failure":
-            cause, text = cast("Sequence[str]", value)
-            raise EnvironmentFailure(cause, text)
+            raise EnvironmentFailure(*cast("tuple[FailureKind, str]", value))
         return value
 
     def _end(self, notice_s: float = 0.0) -> str:
-        """End the process and all that it has started, after some seconds to end by itself; how it ended."""
+        """End the process and all that it has started, after some seconds to end by itself; its exit code in words."""
         self._process.join(notice_s)
         with suppress(OSError, ProcessLookupError):
             os.killpg(self._process.pid or 0, signal.SIGKILL)
         self._process.join(GRACE_S)
         self._connection.close()
-        return f"has ended with {exit_in_words(self._process.exitcode or 0)}"
+        return exit_in_words(self._process.exitcode or 0)
 
 
 @dataclass(frozen=True)
@@ -238,12 +236,12 @@ async def _serve(name: str, config: EnvironmentConfig, connection: Connection) -
             else:
                 answer = ("value", await _answer(world, what, arguments))
         except EnvironmentFailure as failure:
-            answer = "failure", (failure.cause, str(failure))
+            answer = "failure", (failure.kind, str(failure))
         try:
             message = json.dumps(answer)
         except (TypeError, ValueError) as error:
             text = f"what '{what}' returned cannot be sent to the player: {error}; use text, numbers, lists and dicts"
-            message = json.dumps(("failure", (ENVIRONMENT, text)))
+            message = json.dumps(("failure", ("environment", text)))
         if os.getpid() != pid:
             os._exit(1)  # a copy of this process that the environment has made must not answer
         connection.send_bytes(message.encode())

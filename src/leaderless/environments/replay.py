@@ -14,7 +14,7 @@ from typing_extensions import override
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.engine_scheduler import EngineScheduler
 from leaderless.environments.episode import Episode, EpisodePosition, Spoken, TraceNode
-from leaderless.environments.guarded_environment import CRASH, TIMEOUT, EnvironmentFailure, GuardedEnvironment
+from leaderless.environments.guarded_environment import EnvironmentFailure, GuardedEnvironment
 from leaderless.environments.journal import DIFFERENT, JournalDifference, Line, episode_of, first_difference, line_of
 from leaderless.environments.player import EpisodePlayer
 from leaderless.environments.programs.program_environment import ProgramEnvironment, program_maker
@@ -25,6 +25,9 @@ from leaderless.environments.tools.function_tool import FunctionTool
 from leaderless.environments.tools.sources import ToolSources
 from leaderless.environments.user_functions import run_to_end
 from leaderless.rollout.engine import Completion, FinishReason, Request, SamplingParams
+
+FROM_OUTSIDE: frozenset[str] = frozenset({"deadline", "sandbox", "infrastructure"})
+"""Kinds of failures that do not come again when an episode is played again."""
 
 
 class JournalScheduler(EngineScheduler):
@@ -56,7 +59,7 @@ class JournalScheduler(EngineScheduler):
 
 
 class JournalEnvironment(GuardedEnvironment):
-    """The environment of an episode of the journal, up to where a time limit or a crash has ended it.
+    """The environment of an episode of the journal, up to where something from outside has ended it.
 
     Without a world it gives the answers of the journal.
     """
@@ -87,7 +90,7 @@ class JournalEnvironment(GuardedEnvironment):
     def _next(self) -> Turn:
         """The next answer in the journal, or an empty one after the last if the environment may give more."""
         answer = next(self._answers, None)
-        if answer is None and (self._world is None or self._episode.cause in {TIMEOUT, CRASH}):
+        if answer is None and (self._world is None or self._episode.cause in FROM_OUTSIDE):
             raise failure_in(self._episode)
         return Turn() if answer is None else answer.turn
 
@@ -95,15 +98,17 @@ class JournalEnvironment(GuardedEnvironment):
 class JournalToolbox(Toolbox):
     """The tools of one episode: its environment's, and answers of others as they are in the journal."""
 
-    def __init__(self, own: Iterable[Tool], sources: ToolSources, max_result_characters: int, episode: Episode) -> None:
-        super().__init__(own, sources.reader, max_result_characters)
+    def __init__(self, own: Iterable[Tool], sources: ToolSources, config: EnvironmentConfig, episode: Episode) -> None:
+        super().__init__(
+            own, sources.reader, config.max_result_characters, told=config.failures.kinds_with("observation")
+        )
         self._episode, self._left = episode, list(episode.calls)
 
     @override
     async def run(self, calls: Sequence[Call], timeout_s: float) -> list[CallResult]:
         known, self._left = self._left[: len(calls)], self._left[len(calls) :]
         own = [call for call in calls if call.name in self.tools and not call.problem]
-        if len(known) < len(calls) and (len(own) < len(calls) or self._episode.cause in {TIMEOUT, CRASH}):
+        if len(known) < len(calls) and (len(own) < len(calls) or self._episode.cause in FROM_OUTSIDE):
             raise failure_in(self._episode)
         found = iter(await super().run(own, timeout_s))
         return [
@@ -129,8 +134,8 @@ def replay(
 ) -> Iterator[tuple[Line, JournalDifference | None]]:
     """Play episodes again, and compare them with their lines.
 
-    An episode that was ended by a time limit or a crash is played up to there; one that a program led, not at all. One
-    in which another policy was to act next is played up to there, too.
+    An episode that was ended from outside, as by a time limit, is played up to there; one that a program led, not at
+    all. One in which another policy was to act next is played up to there, too.
 
     Args:
         lines: Lines of the journal.
@@ -161,9 +166,9 @@ def replay(
             assert tools is not None
             found = [] if open_world is None else [tool for tool in tools.tools if isinstance(tool, FunctionTool)]
             own = [await world.bind(tool) for tool in found if tool.home is not None and tool.home.is_environment]
-            return JournalToolbox(own, tools, config.max_result_characters, episode)
+            return JournalToolbox(own, tools, config, episode)
 
-        if is_program and episode.cause in {TIMEOUT, CRASH}:
+        if is_program and episode.cause in FROM_OUTSIDE:
             return None
         scheduler = JournalScheduler(episode.trace.said())
         player = EpisodePlayer(once, opened, max_tokens, scheduler, None if tools is None else open_tools)

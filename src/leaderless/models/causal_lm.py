@@ -14,6 +14,7 @@ from leaderless.data.prompts.images import PromptImage
 from leaderless.models.attention.blocks import Repeats
 from leaderless.models.attention.packed import Attention
 from leaderless.models.decoder import Decoder, check_freezing, empty_decoder, load_decoder
+from leaderless.models.divergence_scores import Lesson, TeacherHead, likeliest_words, score_divergences
 from leaderless.models.fused_scores import FusedScores
 from leaderless.models.loading.support import sees_images
 from leaderless.models.logit_form import LogitForm
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from leaderless.models.vision.mrope import ImagePositions
 
 
+NO_DIVERGENCES = torch.empty(0)
+
+
 class TokenOutputs(NamedTuple):
     """Scores of the tokens that were sampled; a tuple, in which sharding finds the tensors with a gradient.
 
@@ -33,10 +37,33 @@ class TokenOutputs(NamedTuple):
         log_probs: [R] float32, with gradient.
         entropies: [R] float32, entropies of the distributions from which the tokens were drawn, with gradient on
             request; [0] if they were not requested.
+        divergences: [R] float32, divergences from a teacher's distributions, with gradient; then log-probabilities have
+            none. [0] without a teacher.
     """
 
     log_probs: Tensor
     entropies: Tensor
+    divergences: Tensor = NO_DIVERGENCES
+
+
+class HeadInputs(NamedTuple):
+    """Hidden states of a teacher, [R, hidden_size], and the weight and the bias of its head; the latter [0] if none."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
+class Question(NamedTuple):
+    """A question to a teacher in place of scores: its hidden states, or its likeliest words.
+
+    Attributes:
+        how_many: Number of likeliest words; None for hidden states.
+        temperature: Number that divides logits.
+    """
+
+    how_many: int | None
+    temperature: float
 
 
 class CausalLM(Decoder):
@@ -67,12 +94,15 @@ class CausalLM(Decoder):
         images: Pixels | ImagePositions | None = None,
         *,
         support: Support | None = None,
-    ) -> Tensor | TokenOutputs:
+        lesson: Lesson | None = None,
+        question: Question | None = None,
+    ) -> Tensor | TokenOutputs | HeadInputs:
         """Compute logits [R, vocabulary] float32 at selected tokens, or scores of the targets, [R] int64, that follow.
 
         The first arguments are as for `Decoder.hidden_states`; the temperature, one for all or [R], divides the
         logits. A model that sees images gets them, or what it has seen of them. Only words of the support of a target
-        have probabilities, if it is given.
+        have probabilities, if it is given. With a lesson there are divergences, too. The answer to a question comes in
+        place of scores: the words of `likeliest_words`, or what the head gets.
         """
         seen = () if images is None else (images,)
         hidden = self.hidden_states(tokens, positions, attention, select, *seen)
@@ -82,12 +112,30 @@ class CausalLM(Decoder):
         if targets is None:
             assert part is None, "engines that generate have all words"
             return self.logits(hidden)
+        if question is not None:
+            return self._answer(hidden, targets, question)
         offsets = self.offsets
         if part is not None:
             hidden, offsets = copied(hidden, part.peers), part.of(offsets)
         scoring = Scoring(self.max_logits, self.fused_scores, support, self.logit_form)
         how = temperature, entropy, part, offsets, scoring
-        return TokenOutputs(*score_tokens(hidden, self.head, targets, *how))
+        if lesson is None:
+            return TokenOutputs(*score_tokens(hidden, self.head, targets, *how))
+        with torch.no_grad():
+            scores = score_tokens(hidden, self.head, targets, *how)
+        own = self.logit_form, part, offsets, self.max_logits
+        return TokenOutputs(*scores, score_divergences(hidden, self.head, lesson, *own))
+
+    def _answer(self, hidden: Tensor, targets: Tensor, question: Question) -> Tensor | HeadInputs:
+        """The answer to a question, without a gradient."""
+        part, weight = self.vocabulary_part, self.head.weight.detach()
+        bias: Tensor | None = self.head.bias
+        if self.offsets is not None:
+            bias = self.offsets if part is None else part.of(self.offsets)
+        if question.how_many is None:
+            return HeadInputs(hidden.detach(), weight, weight.new_empty(0) if bias is None else bias.detach())
+        head = TeacherHead(hidden.detach(), weight, bias, self.logit_form)
+        return likeliest_words(head, targets, question.how_many, question.temperature, part, self.max_logits)
 
     @property
     def head(self) -> nn.Linear:

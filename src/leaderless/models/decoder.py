@@ -26,7 +26,7 @@ from typing_extensions import override
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.prompts.images import PromptImage
-from leaderless.data.sources.hub import unreachable_hub
+from leaderless.data.sources.hub import explained, unreachable_hub
 from leaderless.models.attention.blocks import Repeats
 from leaderless.models.attention.form import LayerPass, passing
 from leaderless.models.attention.in_passes import compute_in_passes
@@ -282,7 +282,9 @@ def load_decoder(
     except Exception as error:
         # `transformers` raises errors of every kind for damaged folders.
         is_fixed = isinstance(error, KeyError) and error.args == (ATTENTION_NAME,)
-        reason = "its family is not supported, since its attention is fixed" if is_fixed else f"{error}{unreachable}"
+        reason = (
+            "its family is not supported, since its attention is fixed" if is_fixed else explained(error, unreachable)
+        )
         raise RecipeError.at(key, f"'{config.path}' cannot be loaded: {reason}") from error
     if info["mismatched_keys"]:
         name, saved, expected = sorted(info["mismatched_keys"])[0]
@@ -338,7 +340,9 @@ def load_model_config(config: ModelConfig, role: str) -> PreTrainedConfig:
         )
     except Exception as error:
         # `transformers` raises errors of every kind for damaged folders.
-        raise RecipeError.at(f"models.{role}", f"'{config.path}' cannot be loaded: {error}{unreachable}") from error
+        raise RecipeError.at(
+            f"models.{role}", f"'{config.path}' cannot be loaded: {explained(error, unreachable)}"
+        ) from error
     return described
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -135,6 +136,8 @@ def in_short(seconds: Mapping[str, float]) -> str:
     return ", ".join(f"{state} {value / whole:.0%}" for state, value in largest if value >= 0.01 * whole)
 
 
+HOST = "process_labels"
+"""Name of the event with which each start begins in a trace: its label, which Perfetto shows, is the machine."""
 MayFail = Callable[[Path], AbstractContextManager[object]]
 
 
@@ -157,6 +160,8 @@ class Tracer:
                 # The format allows the closing bracket to be missing, so a trace is readable however the run ends.
                 self._file = path.open("w", encoding="utf-8")
                 self._file.write("[\n" + "".join(f"{line}\n" for line in before if line.endswith("},")))
+                host = {"name": HOST, "ph": "M", "pid": rank, "args": {"labels": socket.gethostname()}}
+                self._file.write(json.dumps(host) + ",\n")
 
     @contextmanager
     def span(self, name: str, step: int, lane: int = 0) -> Iterator[dict[str, object]]:

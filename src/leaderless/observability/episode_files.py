@@ -17,10 +17,14 @@ from leaderless.observability.run_directory import RunDirectory
 
 Kind = Literal["step", "evaluation"]
 """Episodes of a training step, or of the evaluation after it."""
-What = Literal["asked", "played", "graded"]
-"""Kinds of lines: requests to an engine with continuous generation, results of the rollout, and rewards."""
+What = Literal["asked", "played", "graded", "deferred"]
+"""Kinds of lines: requests to an engine with continuous generation, results of the rollout, rewards, and failures of
+rewards that wait to be graded again."""
 _FOLDER = re.compile(r"(step|evaluation)-(\d+)")
-_FILE = re.compile(r"(asked|played|graded)\.rank-(\d+)\.jsonl\.gz")
+_FILE = re.compile(r"(asked|played|graded|deferred)\.rank-(\d+)\.jsonl\.gz")
+_REGRADED = "regraded-*.jsonl.gz"
+"""Files of episodes that were graded again, by any process, in a numbered file for each time."""
+_INCOMPLETE = ".incomplete"
 
 
 class EpisodeFile(NamedTuple):
@@ -61,6 +65,8 @@ class EpisodeJournal:
         for file in episode_files(self._directory.episodes):
             if file.step > last[file.kind] and is_own(file.rank):
                 file.path.unlink(missing_ok=True)
+                for path in file.path.parent.glob(_REGRADED):  # what it graded is about to be played again
+                    path.unlink(missing_ok=True)
                 _remove(file.path.parent)
 
     def close(self) -> None:
@@ -88,6 +94,8 @@ class EpisodeJournal:
         """Remove the rank's files of steps that are no longer kept."""
         steps = {found: path for name, found, path in _folders(self._directory.episodes) if name == kind}
         for dropped in steps.keys() - kept(kind, steps, self._kept_steps, step):
+            if _waits(steps[dropped]):
+                continue
             for path in steps[dropped].glob(f"*.rank-{self._rank}.jsonl.gz"):
                 path.unlink(missing_ok=True)
             _remove(steps[dropped])
@@ -97,7 +105,7 @@ def kept(kind: Kind, steps: Iterable[int], num_newest: int, last: int) -> set[in
     """The steps whose episodes are kept once the last step's have been written.
 
     Of training, they are the newest, and about as many of the steps before, evenly spread from the first; of
-    evaluations, twice as many of the newest.
+    evaluations, twice as many of the newest. A step with episodes that wait to be graded again is kept besides.
     """
     if kind == "evaluation":
         return set(sorted(steps)[-2 * num_newest :])
@@ -118,6 +126,18 @@ def episode_files(folder: Path) -> list[EpisodeFile]:
     return sorted(found)
 
 
+def write_regraded(folder: Path, lines: Iterable[str], *, is_complete: bool) -> Path:
+    """Write new grades of a step's episodes next to those of the run, and return the file.
+
+    No file is overwritten. What is not complete lacks episodes, or has some that could not be graded.
+    """
+    number = 1 + max((int(path.name.split("-")[1].split(".")[0]) for path in folder.glob(_REGRADED)), default=0)
+    path = folder / _REGRADED.replace("*", f"{number}{'' if is_complete else _INCOMPLETE}")
+    with path.open("xb") as file:
+        file.write(gzip.compress("".join(f"{line}\n" for line in lines).encode(), 1, mtime=0))
+    return path
+
+
 def read_episode_file(path: Path) -> Iterator[dict[str, Json]]:
     """The lines of a file, which may be compressed; a ValueError if the file is damaged."""
     try:
@@ -133,6 +153,12 @@ def _folders(folder: Path) -> Iterator[tuple[str, int, Path]]:
         match = _FOLDER.fullmatch(path.name)
         if match and path.is_dir():
             yield match[1], int(match[2]), path
+
+
+def _waits(folder: Path) -> bool:
+    """Whether episodes of a step wait to be graded again."""
+    graded = (path for path in folder.glob(_REGRADED) if _INCOMPLETE not in path.name)
+    return any(folder.glob("deferred.*")) and not any(graded)
 
 
 def _append(path: Path, content: bytes) -> None:

@@ -27,12 +27,17 @@ _REMEDIES = {
     "grad_norm_factor": "lower the learning rate, look at the samples of this step, or raise the factor",
     "entropy_limit": "lower the learning rate, raise algorithm.policy_loss.clip_high or algorithm.kl.coefficient, or "
     "lower the limit",
+    "effective_samples_limit": "the engine samples from another policy than the one that is trained: let it compute "
+    "in a finer format (rollout.external.arguments), correct what remains (algorithm.correction), lower max_staleness "
+    "of a channel, or lower the limit",
     "reward_failures_limit": "read the errors in the report; correct the reward, or raise its timeout_s or the limit",
+    "failures_limit": "read the errors in the report, and mend what fails; change what is done about it in "
+    "environment.failures, or raise the limit",
     "max_roll_backs": "what makes steps bad is not their data: change the settings of training, or raise it",
 }
 GUARDS = tuple(_REMEDIES)
 """Guards, named after the setting of the section `guards` that holds their limit or action."""
-LOWER_BOUNDS = ("entropy_limit",)
+LOWER_BOUNDS = ("entropy_limit", "effective_samples_limit")
 """Guards that act below their limit; all others act above it."""
 
 
@@ -41,7 +46,8 @@ class GuardEvent:
     """A finding of one of the `GUARDS` in a step, and the run's response.
 
     The value may be NaN or infinite. The limit is None if the value only has to be finite. The role is empty for a node
-    without one. Roll-backs are counted from the beginning of the run to this event.
+    without one. Roll-backs are counted from the beginning of the run to this event. The kind is that of a failure of
+    episodes.
     """
 
     step: int
@@ -52,6 +58,7 @@ class GuardEvent:
     node: str
     role: str
     num_roll_backs: int
+    kind: str = ""
 
     def __str__(self) -> str:
         """The finding, its place, and the run's response."""
@@ -62,7 +69,8 @@ class GuardEvent:
             seen = f"guards.max_skips={self.limit:g}: all {self.value:g} updates of the run were left out"
         else:
             side = "below" if self.guard in LOWER_BOUNDS else "above"
-            seen = f"guards.{self.guard}={self.limit:g}: {self.value:.6g} is {side} it"
+            what = f" (episodes with a failure of the kind '{self.kind}')" if self.kind else ""
+            seen = f"guards.{self.guard}={self.limit:g}: {self.value:.6g}{what} is {side} it"
         return f"{place}: {seen}; {_DONE[self.action]}"
 
     @property

@@ -57,6 +57,7 @@ class RunDirectory:
         self.logs = path / "logs"
         self.loggers = path / "loggers"
         self.live = path / "live"
+        self.offload = path / "offload"
         self.stop = path / "stop"
 
     @classmethod
@@ -68,6 +69,12 @@ class RunDirectory:
                 "name", f"folder {path} is a link to {path.readlink()}: remove it, or name its target in run.directory"
             )
         return cls(path)
+
+    @classmethod
+    def offload_of(cls, recipe: Recipe) -> Path:
+        """The folder of files for what is offloaded to the disk."""
+        own = recipe.run.offload_folder
+        return cls.of(recipe).offload if own is None else Path(own)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -138,6 +145,20 @@ class RunDirectory:
             event = json.loads(line)
             if event["event"] == "reward_failed":
                 return f"{event.get('reward')}: {event.get('error')}"
+        return ""
+
+    def note_failure(self, step: int, rank: int, kind: str, error: str) -> None:
+        """Add a failure of an episode to `events.jsonl`, if it is the first of its kind in the run."""
+        if not self.first_failure(kind):
+            with self.may_fail(self.events):
+                self.append_event("episode_failed", {"step": step, "rank": rank, "kind": kind, "error": error})
+
+    def first_failure(self, kind: str) -> str:
+        """Error of the first failure of a kind, as `note_failure` wrote it; empty if there was none."""
+        for line, _ in self.read_events():
+            event = json.loads(line)
+            if event["event"] == "episode_failed" and event.get("kind") == kind:
+                return str(event.get("error"))
         return ""
 
     def journal_of(self, channel: str) -> Path:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from typing import get_args
 
 from leaderless.base.devices import find_accelerator
 from leaderless.base.named_functions import Declarations, Function, name_of
+from leaderless.config.models import ModelConfig, OptimizerType
 from leaderless.config.rollout import RolloutConfig
 from leaderless.planner.layout import Layout, check_model_axes
 
@@ -35,6 +37,8 @@ class RolloutEngineSpec:
         records_experts: Whether it can record which experts it chooses.
         most_support: Largest `top_k` with which it can record the tokens that could be drawn; 0 if it cannot, and None
             if it can whatever leaves tokens out.
+        divides_experts: Whether the ranks along `tp` can have whole experts each, in place of a part of every expert.
+        is_elsewhere: Whether it was started elsewhere, so that its memory is none of this run's.
         works_in_steps: Whether it works only while it takes a step, so that other ranks may use its device in between.
     """
 
@@ -48,6 +52,8 @@ class RolloutEngineSpec:
     takes_images: bool = False
     records_experts: bool = False
     most_support: int | None = 0
+    divides_experts: bool = False
+    is_elsewhere: bool = False
     works_in_steps: bool = True
 
     def compares(self, *, has_adapters: bool) -> bool:
@@ -72,7 +78,7 @@ BUILTIN_ENGINES = {
     ),
     "vllm": RolloutEngineSpec(
         "leaderless.rollout.make_engine:make_vllm",
-        ("tp",),
+        ("tp", "pp"),
         may_restart=True,
         is_probed=True,
         updates=("recompute",),
@@ -80,6 +86,7 @@ BUILTIN_ENGINES = {
         takes_images=True,
         records_experts=True,
         most_support=256,
+        divides_experts=True,
         works_in_steps=False,
     ),
     "sglang": RolloutEngineSpec(
@@ -137,20 +144,37 @@ def engine_of(name: str, key: str = ENGINE_KEY) -> RolloutEngineSpec:
     return ENGINES.find(name, key, BUILTIN_ENGINES)
 
 
+def may_send_differences(rollout: RolloutConfig, engine: str, model: ModelConfig, *, is_on_host: bool) -> bool:
+    """Whether new weights may go to an engine on other ranks as differences; if `auto`, only between machines.
+
+    In float32, as AdamW leaves weights, nearly all numbers change. Weights before are in host memory: where others are
+    not there (`is_on_host`), to bring both together may take longer than to send all numbers.
+    """
+    if rollout.weights == "whole" or (model.lora is not None and engine_for(rollout, engine).takes_adapters):
+        return False
+    return rollout.weights == "difference" or (is_on_host and model.compute_dtype != "float32")
+
+
 def engine_for(rollout: RolloutConfig, name: str) -> RolloutEngineSpec:
     """The contract of an engine as some settings use it: other engines than the native one may get merged weights."""
-    spec = engine_of(name)
+    spec, external = engine_of(name), rollout.external
     return replace(
-        spec, takes_adapters=spec.takes_adapters and not (spec.keeps_weights and rollout.external.merge_adapters)
+        spec,
+        takes_adapters=spec.takes_adapters and not (spec.keeps_weights and external.merge_adapters),
+        is_elsewhere=bool(external.addresses),
     )
 
 
 def choose_engine(rollout: RolloutConfig) -> str:
-    """Choose vLLM if there is a CUDA device, and vLLM here or in an environment that the recipe names; else native."""
-    has_vllm = rollout.external.python is not None or find_spec("vllm") is not None
+    """Choose vLLM if it runs elsewhere, or if there are it and a CUDA device here; else the native engine."""
+    external = rollout.external
+    if external.addresses:
+        return "vllm"
+    has_vllm = external.python is not None or find_spec("vllm") is not None
     return "vllm" if has_vllm and find_accelerator() == "cuda" else "native"
 
 
+OPTIMIZERS: tuple[str, ...] = get_args(OptimizerType)
 BACKEND_KEY = "training.backend"
 """Setting that names a back end."""
 
@@ -172,11 +196,16 @@ class BackendSpec:
         divides_experts: Whether ranks can keep some experts of a layer each, as `layout.<node>.ep` asks.
         knows_experts: Whether its engines replay choices of experts, and balance their loads.
         knows_support: Whether its engines score tokens over the words alone that these could be drawn as.
+        distills: Whether its language models can learn the distributions of others, and be learned from.
         lends_weights: Whether engines of several roles with adapters on one model have its other weights once.
         keeps_parts: Whether each rank keeps all of its part along `tp` and `pp`, with its optimizer, whatever `dp` is;
             weights that it hands out are divided all the same.
         reads_parts: Whether each rank reads only its own part of the weights.
         gathers_layers: Whether ranks gather weights as they compute, so that they may keep them whole.
+        moves_frozen: Whether weights that are only scored may wait elsewhere, as `training.offload_frozen` asks.
+        packs_weights: Whether weights under adapters can have 4 bits.
+        optimizers: Values of `optimizer.type` that it follows; only with several, it follows `optimizer.state_dtype`
+            and `optimizer.offload`.
     """
 
     implementation: str
@@ -190,10 +219,14 @@ class BackendSpec:
     divides_experts: bool = False
     knows_experts: bool = False
     knows_support: bool = False
+    distills: bool = False
     lends_weights: bool = False
     keeps_parts: bool = False
     reads_parts: bool = False
     gathers_layers: bool = False
+    moves_frozen: bool = False
+    packs_weights: bool = False
+    optimizers: tuple[str, ...] = ("adamw",)
     for_bodies: str = ""
 
     def num_shards(self, layout: Layout) -> int:
@@ -218,6 +251,10 @@ BUILTIN_BACKENDS = {
         lends_weights=True,
         reads_parts=True,
         gathers_layers=True,
+        distills=True,
+        moves_frozen=True,
+        packs_weights=True,
+        optimizers=OPTIMIZERS,
         for_bodies="leaderless.embodied.training.policy_engine:make_body_engine",
     ),
     "megatron": BackendSpec(
@@ -239,6 +276,7 @@ def train_backend(
     axes: Sequence[str] = (),
     trains_adapters: bool = False,
     divides_experts: bool = False,
+    optimizers: Sequence[str] = ("adamw",),
 ) -> Callable[[Function], Function]:
     """Declare a function as a training back end, which recipes name as `package.module:function`.
 
@@ -253,15 +291,26 @@ def train_backend(
             rows, and compute or share what it takes to have the same results.
         trains_adapters: Whether its engines of language models are `AdaptedEngine` if `models.ROLE.lora` is given.
         divides_experts: Whether ranks can keep some experts of a layer each, as `layout.<node>.ep` asks.
+        optimizers: Values of `optimizer.type` that its engines follow. With more than `adamw`, they also follow
+            `optimizer.state_dtype` and `optimizer.offload`; `leaderless.training.optimizers.make_optimizer` follows
+            all.
 
     Raises:
-        ValueError: An axis is unknown.
+        ValueError: An axis or an optimizer is unknown.
     """
     check_model_axes("train_backend", axes)
+    if unknown := [name for name in optimizers if name not in OPTIMIZERS]:
+        raise ValueError(f"@train_backend(optimizers=...) names {unknown[0]!r}: it can have {', '.join(OPTIMIZERS)}")
 
     def declare(function: Function) -> Function:
         own = trains, scores, values, shards_weights, tuple(axes)
-        able = BackendSpec(name_of(function), *own, trains_adapters=trains_adapters, divides_experts=divides_experts)
+        able = BackendSpec(
+            name_of(function),
+            *own,
+            trains_adapters=trains_adapters,
+            divides_experts=divides_experts,
+            optimizers=tuple(optimizers),
+        )
         return BACKENDS.declare(function, able)
 
     return declare

@@ -233,7 +233,7 @@ def all_ranks(*layouts: Layout) -> tuple[int, ...]:
     return tuple(sorted({rank for layout in layouts for rank in layout.ranks}))
 
 
-def format_ranks(ranks: tuple[int, ...]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Ascending ranks as ranges: `0-3,8`."""
     runs = ([rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda place: place[1] - place[0]))
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -14,6 +14,7 @@ from leaderless.planner.graph.column_flow import ColumnFlow
 from leaderless.planner.graph.judges import check_context, check_judges, check_judging, with_judges
 from leaderless.planner.graph.loops import edges_of, make_loops, with_staleness
 from leaderless.planner.graph.row_sets import DATA
+from leaderless.planner.graph.teachers import check_teachers, with_teachers
 from leaderless.planner.layout import Cluster, Layout, make_layouts, most_prompts_of_rank
 from leaderless.planner.memory.decoder_size import ModelSize
 from leaderless.planner.memory.estimate import estimate_memory
@@ -32,7 +33,8 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         RecipeError: A contract of the workflow is broken, a layout does not fit, or a model cannot do what is asked.
     """
     check_judges(recipe, workflow)
-    written, flow = workflow, ColumnFlow(recipe, with_judges(recipe, workflow))
+    check_teachers(recipe, workflow)
+    written, flow = workflow, ColumnFlow(recipe, with_teachers(recipe, with_judges(recipe, workflow)))
     workflow = flow.workflow
     _check_roles(recipe, workflow)
     layouts = make_layouts(recipe, workflow, cluster)
@@ -164,6 +166,7 @@ def _instance(
         engine=engine if named == "auto" else named,
         is_engine_only=is_engine_only,
         is_judge=any(use == "judge" for _, use in users),
+        teaches=any(use == "score" and node.node.run == "distill" for node, use in users),
     )
 
 

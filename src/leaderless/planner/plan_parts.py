@@ -167,6 +167,11 @@ class Channel:
     sync: SyncWeights | None = None
     max_bytes: int = 0
 
+    def feeds(self, taker: RoleInstance) -> bool:
+        """Whether it carries weights to an instance."""
+        sync = self.sync
+        return sync is not None and (sync.role, sync.target_layout) == (taker.role, taker.layout)
+
     @property
     def transfers(self) -> tuple[Reshard | SyncWeights, ...]:
         """Transfers of one iteration, in order."""
@@ -191,7 +196,8 @@ class RoleInstance:
     that neither trains it nor generates with it. It is only an engine if it does nothing but generate, and a trained
     instance sends its weights. A critic is a value model instead of a language model. `num_updates` are the optimizer
     steps of the whole run. `engine` generates with it; where nodes do, their engines have a layout of their own, on the
-    same ranks. A judge generates no samples, but says what samples are worth.
+    same ranks. A judge generates no samples, but says what samples are worth. One that teaches scores each pass of a
+    student on the same ranks right before it.
     """
 
     role: str
@@ -204,6 +210,7 @@ class RoleInstance:
     engine: str
     is_engine_only: bool = False
     is_judge: bool = False
+    teaches: bool = False
 
     @property
     def has_engine(self) -> bool:

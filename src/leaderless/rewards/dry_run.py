@@ -27,6 +27,9 @@ from leaderless.rewards.protocol import (
 )
 from leaderless.rewards.registry import make_rewards
 
+NOT_TEXT = {".gz", ".parquet", ".zst"}
+"""Endings of files that could be taken for data, but not for responses."""
+
 
 @dataclass(frozen=True)
 class Score:
@@ -139,13 +142,25 @@ def inputs_of_row(recipe: Recipe, row: Row, number: int, given: str | None = Non
 
 
 def read_responses(path: Path) -> list[str]:
-    """Responses from a file: JSON lines, each a text or an object with `response`, or one response per line."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    """Responses from a file: JSON lines, each a text or an object with `response`, or one response per line.
+
+    Raises:
+        ValueError: The file is something else.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        lines = []
+    if not lines or path.suffix in NOT_TEXT:
+        raise ValueError(f"{path} must be JSON lines (.jsonl), or text with a response in each line")
     if path.suffix != ".jsonl":
         return lines
     responses: list[str] = []
     for number, line in enumerate(lines):
-        value = json.loads(line)
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number + 1} is not JSON: {error}") from error
         text = value.get("response") if isinstance(value, dict) else value
         if not isinstance(text, str):
             raise ValueError(f"{path}:{number + 1} must be a text, or an object whose `response` is one")

@@ -45,6 +45,7 @@ class Graded:
             judge has said; the key `reward` holds an error of the sum itself, as when no reward applies.
         seconds: Time that the rewards took.
         asked: Questions and time of the judges, by reward.
+        is_broken: Whether it is not valid because a reward failed, so that it may be graded again.
     """
 
     value: float
@@ -52,6 +53,13 @@ class Graded:
     details: Mapping[str, Json]
     seconds: float = field(default=0.0, compare=False)
     asked: Mapping[str, JudgeUsage] = field(default_factory=dict, compare=False)
+    is_broken: bool = False
+
+    @property
+    def first_error(self) -> str:
+        """Name and error of the first reward that failed; empty if none did."""
+        errors = ((name, one.get("error")) for name, one in self.details.items() if isinstance(one, Mapping))
+        return next((f"{name}: {error}" for name, error in errors if error), "")
 
 
 class RewardPool:
@@ -221,6 +229,7 @@ class RewardPool:
             details=details,
             seconds=sum(outcome.seconds for outcome in outcomes.values()),
             asked={name: one.asked for name, one in judged.items()},
+            is_broken=True,
         )
         if any(outcome.error is not None for outcome in outcomes.values()):
             return graded
@@ -228,7 +237,7 @@ class RewardPool:
         if not math.isfinite(total):
             error = f"OverflowError: the weighted sum of the rewards is {total}, but must be finite"
             return replace(graded, details=details | {"reward": {"error": error}})
-        return replace(graded, value=total, is_valid=True)
+        return replace(graded, value=total, is_valid=True, is_broken=False)
 
 
 def _in_thread(find: Callable[[], Found]) -> Future[Found]:
@@ -248,4 +257,4 @@ def _in_thread(find: Callable[[], Found]) -> Future[Found]:
 def _no_reward(source: str | None) -> Graded:
     where = "rows without a source" if source is None else f"source '{source}'"
     error = f"ValueError: no reward applies to {where}; add it to the `sources` of one, or leave out such rows"
-    return Graded(0.0, is_valid=False, details={"reward": {"error": error}})
+    return Graded(0.0, is_valid=False, details={"reward": {"error": error}}, is_broken=True)

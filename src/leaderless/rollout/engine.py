@@ -10,12 +10,14 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from leaderless.config.low_precision import LowPrecision
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.data.prompts.images import PromptImage, unpack_images
 from leaderless.distributed.weights.stream import Probe, WeightStream
 from leaderless.planner.workflow.columns import IMAGES
+from leaderless.rollout.shaping import PromptScores, Ranked, Shaping
 
 FinishReason = Literal["stop", "length", "aborted"]
 """`stop` for an end token or a stop text, `length` for a response that was cut off, `aborted` for any other."""
@@ -38,6 +40,8 @@ class Completion:
             byte for each layer and choice, if it was asked to record them.
         support: Tokens that could be drawn in place of each token, as bytes of int32, if the engine was asked to record
             them; empty for a token that could be any.
+        num_drafted: Tokens that were drafted for it, by an engine that drafts and says so at the end of a response.
+        num_accepted: Those of them that the model has accepted.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -46,6 +50,8 @@ class Completion:
     policy_versions: list[int] = field(default_factory=list)
     experts: list[bytes] = field(default_factory=list)
     support: list[bytes] = field(default_factory=list)
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     def add(self, delta: Delta) -> None:
         """Add what a step has sampled."""
@@ -56,6 +62,8 @@ class Completion:
             self.policy_versions += [delta.policy_version] * len(delta.tokens)
         self.experts += delta.experts
         self.support += delta.support
+        self.num_drafted += delta.num_drafted
+        self.num_accepted += delta.num_accepted
         self.finish_reason = delta.finish_reason
 
     @property
@@ -122,6 +130,7 @@ class SamplingParams:
         seed: Seed of the noise.
         tokens_at_once: Most tokens of a response that a step may bring. An engine in another process then sends fewer
             messages; any engine may bring fewer tokens.
+        shaping: Wishes of a client of a served model; None if there are none.
     """
 
     distribution: SamplingConfig
@@ -129,6 +138,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int = 0
     tokens_at_once: int = 1
+    shaping: Shaping | None = None
 
     def limited_to(self, max_tokens: int) -> SamplingParams:
         """The same, with responses of at most some tokens."""
@@ -148,6 +158,10 @@ class Delta(NamedTuple):
         cached_tokens: Tokens of the prompt whose keys and values the engine still had; once for each response.
         experts: New entries of `Completion.experts`.
         support: New entries of `Completion.support`.
+        num_drafted: Addition to `Completion.num_drafted`.
+        num_accepted: Addition to `Completion.num_accepted`.
+        likely: Likeliest tokens at the place of each new token, if a client wants them.
+        prompt: Log-probabilities of the prompt, if a client wants them, before anything else of the request.
     """
 
     request: int
@@ -159,6 +173,10 @@ class Delta(NamedTuple):
     cached_tokens: int = 0
     experts: Sequence[bytes] = ()
     support: Sequence[bytes] = ()
+    num_drafted: int = 0
+    num_accepted: int = 0
+    likely: Sequence[Ranked] = ()
+    prompt: PromptScores | None = None
 
 
 class RolloutEngine(Protocol):
@@ -286,6 +304,16 @@ PROBE_TOLERANCE = {"float32": 5e-4, "bfloat16": 0.5}
 """Largest mean difference of log-probabilities that rounding explains, by the type in which the engine computes. The
 text is unlikely, so its log-probabilities are large and a single one may differ by more. Without the right weights,
 differences are far larger."""
+
+
+def probe_tolerance(compute_dtype: str, formats: Sequence[LowPrecision] = ()) -> float:
+    """Largest mean difference of log-probabilities of a probe that rounding explains.
+
+    Args:
+        compute_dtype: Type of weights as they are sent.
+        formats: Formats of low precision in which the engine computes; the coarsest decides.
+    """
+    return max([PROBE_TOLERANCE[compute_dtype], *(one.probe_tolerance for one in formats)])
 
 
 def make_probe(num_tokens: int, max_tokens: int, reserved: Container[int] = ()) -> list[int]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import shutil
-import tempfile
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -15,13 +14,18 @@ from typing import cast
 import psutil
 import torch
 
+from leaderless.base.tokens import TOKEN_VARIABLE
 from leaderless.config import RecipeError
+from leaderless.config.low_precision import DRAFTS, formats_of, num_drafts
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import RolloutConfig
 from leaderless.data.prompts.encode import Tokenizer
+from leaderless.distributed.meeting import are_together, choose_meeting
 from leaderless.distributed.remote.child_server import ChildServer
+from leaderless.distributed.remote.elsewhere import ServerElsewhere
 from leaderless.distributed.remote.messages import Settings
 from leaderless.distributed.transport import ProcessGroup
+from leaderless.models.attention.recurrence_kernels import try_kernels
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm
 from leaderless.models.decoder import load_model_config, reserved_tokens
 from leaderless.models.loading.sharded_loading import fill_buffers, open_model
@@ -29,6 +33,7 @@ from leaderless.models.loading.support import reads_both_ways
 from leaderless.models.loading.tokenizer import end_tokens
 from leaderless.models.loading.weight_sources import form_of
 from leaderless.models.lora.linear import share_weights
+from leaderless.models.lora.nf4 import pack_layers
 from leaderless.models.routers import Routers
 from leaderless.models.vision.vision_models import VisionLM
 from leaderless.planner import Layout, format_ranks
@@ -38,11 +43,12 @@ from leaderless.planner.graph.adapters import describe, lora_of
 from leaderless.planner.memory.layers import TEXT_PART
 from leaderless.planner.memory.limits import CachePool
 from leaderless.planner.memory.model_size import read_model_size
-from leaderless.rollout.engine import PROBE_TOLERANCE, RolloutEngine, make_probe
+from leaderless.rollout.engine import RolloutEngine, make_probe, probe_tolerance
 from leaderless.rollout.external.engine import Driver, ExternalEngine
-from leaderless.rollout.external.lora_slots import Host, LoraSlot
+from leaderless.rollout.external.lora_slots import AdapterDriver, Host, LoraSlot
 from leaderless.rollout.external.sglang_engine import SglangServer
-from leaderless.rollout.external.vllm_engine import InProcessVllm, VllmServer
+from leaderless.rollout.external.vllm_engine import InProcessVllm, VllmElsewhere, VllmServer
+from leaderless.rollout.native.client_engine import ClientEngine
 from leaderless.rollout.native.engine import NativeEngine
 from leaderless.rollout.native.paged_check import paged_attention, token_drawing
 from leaderless.rollout.native.paged_engine import PagedEngine, PagedOptions
@@ -74,6 +80,7 @@ class RolloutSetup:
         donor: Model of another role's native engine, whose weights this one may use under its own adapters.
         host: Engine outside of this package that is shared with other roles, which have adapters on the same model.
         pool: Memory of a native engine on an accelerator for keys and values, as planned.
+        has_clients: Whether clients of a served model ask it, who may want more than samples.
     """
 
     role: str
@@ -92,6 +99,7 @@ class RolloutSetup:
     donor: CausalLM | None = None
     host: Host | None = None
     pool: CachePool | None = None
+    has_clients: bool = False
 
     @property
     def rank(self) -> int:
@@ -140,6 +148,7 @@ def make_engine(name: str, setup: RolloutSetup) -> RolloutEngine:
 def make_native(setup: RolloutSetup) -> RolloutEngine:
     """Make the native engine."""
     model = _native_model(setup).requires_grad_(False)
+    try_kernels(model.model, setup.device, getattr(torch, setup.model.compute_dtype))
     if any(kind.is_indexed for kind in model.attention_kinds):
         raise RecipeError.at(
             "rollout.engine",
@@ -159,7 +168,8 @@ def make_native(setup: RolloutSetup) -> RolloutEngine:
             engine = PagedEngine(model, setup.tokenizer, ends, most, device, options, routers, records_support=records)
     if engine is None:
         device, records = setup.device, setup.records_support
-        engine = NativeEngine(model, setup.tokenizer, ends, most, device, routers, records_support=records)
+        made = ClientEngine if setup.has_clients else NativeEngine
+        engine = made(model, setup.tokenizer, ends, most, device, routers, records_support=records)
     engine.sleep(keep_weights=False)  # the trainer's adapters come first
     return engine
 
@@ -170,11 +180,14 @@ def _native_model(setup: RolloutSetup) -> CausalLM:
         return _empty_model(setup)
     if setup.donor is not None and not isinstance(setup.donor, VisionLM):
         model = empty_causal_lm(setup.model, setup.role, has_adapters=True)
+        pack_layers(model)
         share_weights(model.model, setup.donor.model)
         return model
     model = cast("CausalLM", open_model(setup.model, setup.role).decoder)
+    pack_layers(model)
     for parameter in model.parameters():  # without values yet, except for adapters
-        parameter.data = parameter.data.to(getattr(torch, setup.model.compute_dtype))
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(getattr(torch, setup.model.compute_dtype))
     model.complete(lambda _, weight: weight, setup.device)
     return model
 
@@ -205,9 +218,20 @@ def _make_external(name: str, title: str, setup: RolloutSetup) -> RolloutEngine:
         raise RecipeError.at(
             "rollout.engine", f"{name}: models that read prompts in both directions are not supported: choose native"
         )
+    if setup.layout.ep > 1 and setup.device.type == "cpu":
+        raise RecipeError.at(
+            "layout", f"ep={setup.layout.ep}: on a CPU, vLLM does not divide experts: leave it out of its layout"
+        )
     settings = _settings(setup)
+    if setup.rank == setup.layout.ranks[0]:
+        setup.report(f"starting {title} for role '{setup.role}'")
     driver: Driver = _seat(name, setup, settings) if settings.adapters else _driver(name, setup, settings)
-    tolerance = PROBE_TOLERANCE[setup.model.compute_dtype]
+    if setup.reserved_tokens and num_drafts(name, setup.rollout.external.given_arguments):
+        raise RecipeError.at(
+            f"rollout.external.arguments.{DRAFTS}",
+            f"is given, but the model of '{setup.role}' sees images, and vLLM cannot do both: leave it out",
+        )
+    tolerance = probe_tolerance(setup.model.compute_dtype, formats_of(name, setup.rollout.external.given_arguments))
     # A rank alone cannot start its part of an engine again.
     report = setup.report if setup.shard.size == 1 else None
     tokenizer, ends = setup.tokenizer, setup.end_tokens
@@ -234,7 +258,7 @@ def _seat(name: str, setup: RolloutSetup, settings: Settings) -> Driver:
 def _settings(setup: RolloutSetup) -> Settings:
     rollout, config, max_tokens = setup.rollout, setup.model, max(setup.max_tokens, LEAST_TOKENS)
     external, is_cpu = rollout.external, setup.device.type == "cpu"
-    is_in_process, place = external.python is None, setup.layout.place_in_shard(setup.rank)
+    is_in_process, place = external.is_in_process, setup.layout.place_in_shard(setup.rank)
     adapters, matrices = _adapters(setup)
     expert_layers, experts_per_token = _experts(setup)
     return Settings(
@@ -246,8 +270,10 @@ def _settings(setup: RolloutSetup) -> Settings:
         max_sequences=rollout.max_sequences,
         memory_fraction=external.memory_fraction,
         kv_cache_bytes=_host_cache_bytes(setup, max_tokens) if is_cpu else None,
-        enable_graphs=external.graphs and not is_cpu,
+        enable_graphs=external.graphs,
         tensor_parallel_size=setup.layout.tp,
+        num_stages=setup.layout.pp,
+        divides_experts=setup.layout.ep > 1,
         meeting=_meeting(setup) if setup.shard.size > 1 or (is_in_process and setup.world_size > 1) else None,
         rank=setup.rank if is_in_process else place,
         device_index=(setup.device.index or 0) if is_in_process else 0,
@@ -257,6 +283,8 @@ def _settings(setup: RolloutSetup) -> Settings:
         expert_layers=expert_layers,
         experts_per_token=experts_per_token,
         most_support=(engine_of("vllm").most_support or 0) * setup.records_support,
+        arguments=external.given_arguments,
+        num_drafts=num_drafts("vllm", external.given_arguments),
     )
 
 
@@ -290,16 +318,11 @@ def _adapters(setup: RolloutSetup) -> tuple[dict[str, Mapping[str, object]], dic
 
 
 def _meeting(setup: RolloutSetup) -> str:
-    """Choose the file in which the processes of an engine find each other. All ranks of the shard call it together."""
-    ranks, hosts = setup.shard.ranks, setup.shard.hosts
-    if len({hosts.get(rank, -1 - rank) for rank in ranks}) > 1:
-        raise RecipeError.at(
-            "layout",
-            f"ranks {format_ranks(ranks)} of one engine of role '{setup.role}' are on several machines: choose ranks "
-            "and tp so that each engine is on one machine",
-        )
-    chosen = Path(tempfile.gettempdir(), f"leaderless-engine-{secrets.token_hex(8)}")
-    return setup.shard.broadcast_text(str(chosen), ranks[0], f"where the engine of ranks {format_ranks(ranks)} meets")
+    """Choose where the processes of an engine find each other. All ranks of the shard call it together."""
+    shard, what = setup.shard, f"where the engine of ranks {format_ranks(setup.shard.ranks)} meets"
+    place = choose_meeting(shard, shard.ranks[0], "leaderless-engine", what)
+    # On the CPU, parts with one name of their meeting share memory, which those of other machines do not see.
+    return place if are_together(shard) else f"{place}?machine={shard.hosts.get(setup.rank, setup.rank)}"
 
 
 def _host_cache_bytes(setup: RolloutSetup, max_tokens: int) -> int:
@@ -316,8 +339,13 @@ def _host_cache_bytes(setup: RolloutSetup, max_tokens: int) -> int:
     return min(most, cache // size.num_kv_parts(setup.layout))
 
 
-def _driver(name: str, setup: RolloutSetup, settings: Settings) -> InProcessVllm | VllmServer | SglangServer:
-    rollout, external = setup.rollout, setup.rollout.external
+def _driver(name: str, setup: RolloutSetup, settings: Settings) -> AdapterDriver:
+    rollout, external, beat = setup.rollout, setup.rollout.external, setup.shard.activity.beat
+    limits = external.start_timeout_s, external.answer_timeout_s
+    if external.addresses:
+        address, token = external.addresses[setup.layout.place(setup.rank)], os.environ.get(TOKEN_VARIABLE, "")
+        title = f"rank {setup.rank}: the engine of role '{setup.role}'"
+        return VllmElsewhere(settings, setup.device, ServerElsewhere(title, address, token, *limits, beat))
     if external.python is None:
         if name == "sglang":
             raise RecipeError.at("rollout.external.python", "must name the interpreter of an environment with SGLang")
@@ -333,6 +361,6 @@ def _driver(name: str, setup: RolloutSetup, settings: Settings) -> InProcessVllm
         raise RecipeError.at("rollout.external.python", f"'{external.python}' is not a program on this machine")
     log = setup.logs / f"{name}-{setup.role}-rank-{setup.rank}.log"
     title = f"rank {setup.rank}: the {name} server of role '{setup.role}'"
-    server = ChildServer(title, log, external.start_timeout_s, external.answer_timeout_s, setup.shard.activity.beat)
+    server = ChildServer(title, log, *limits, beat)
     kind = SglangServer if name == "sglang" else VllmServer
     return kind(python, settings, setup.device, server)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol, cast
@@ -14,12 +14,13 @@ from typing_extensions import override
 
 from leaderless.base.devices import trim_host_memory
 from leaderless.data.batch import Batch, Jagged
-from leaderless.distributed.remote.child_server import EngineError
+from leaderless.distributed.remote.server_calls import EngineError
 from leaderless.distributed.transport import ProcessGroup
-from leaderless.distributed.weights.blocks import HeldWeights, Pool, Shape, everything
+from leaderless.distributed.weights.blocks import HeldWeights, LocalWeight, Pool, Shape, everything, whole_block
 from leaderless.distributed.weights.copies import collected
 from leaderless.distributed.weights.route import WeightRoute
-from leaderless.distributed.weights.stream import NO_VERSION, Probe, WeightStream, receive_weights
+from leaderless.distributed.weights.sent import NO_VERSION
+from leaderless.distributed.weights.stream import Probe, WeightStream, receive_weights
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.lora.linear import is_adapter
 from leaderless.rollout.engine import RolloutEngine
@@ -183,7 +184,11 @@ class Fed(Serving):
     """Engine on ranks that only generate; those that train the model elsewhere send its weights.
 
     There is no trainer here to ask for weights again. For an engine that may fail and start again, its rank keeps a
-    copy of them in host memory.
+    copy of them in host memory. Where differences come to an engine that has no weights as they were sent, its rank
+    keeps those rows that come to it before all ranks gather them.
+
+    Attributes:
+        route: Way of whole weights to the ranks that generate.
     """
 
     def __init__(
@@ -195,6 +200,7 @@ class Fed(Serving):
         shard: ProcessGroup = ALONE,
         may_restart: bool = False,
         keep_cache: bool = True,
+        own: Callable[[], Mapping[str, Tensor]] | None = None,
     ) -> None:
         """Start without weights.
 
@@ -205,10 +211,12 @@ class Fed(Serving):
             shard: Those of them that make one engine together.
             may_restart: Whether the engine fails and starts again by itself.
             keep_cache: Whether responses in progress keep their keys and values; see `RolloutEngine.load_weights`.
+            own: Function that gives the engine's weights, if it has them as they were sent.
         """
-        self.engine, self._route, self._takers, self._shard = engine, route, takers, shard
-        self._may_restart, self._keep_cache = may_restart, keep_cache
-        self._kept: list[tuple[str, Tensor]] = []
+        self.engine, self.route, self._takers, self._shard = engine, route, takers, shard
+        self._may_restart, self._keep_cache, self._own = may_restart, keep_cache, own
+        self._kept: dict[str, Tensor] = {}
+        self._rows: dict[str, LocalWeight] = {}
         self._probe: Probe | None = None
         self._version = NO_VERSION
 
@@ -219,7 +227,8 @@ class Fed(Serving):
 
     def reroute(self, route: WeightRoute) -> None:
         """Get weights another way from now on, as the ranks that train are others."""
-        self._route = route
+        self.route = route
+        self._rows.clear()  # the first weights come whole
 
     def receive(self, process_group: ProcessGroup, held: HeldWeights | None, probe: Probe | None) -> None:
         """Take new weights. All ranks of the route call it, or `send_weights`, together.
@@ -233,16 +242,16 @@ class Fed(Serving):
             RuntimeError: They were damaged, or the engine does not use them.
         """
         self.engine.wake(self._reload)
-        stream = receive_weights(self._route, process_group, self._takers, held)
+        stream = receive_weights(self.route, process_group, self._takers, held, self._base())
+        self._version = NO_VERSION  # what is kept is of two versions for a moment
         if self._may_restart:
-            self._kept.clear()
             kept = WeightStream(self._keeping(stream), probe=probe)
             kept.drain(process_group.activity.beat)
             self._probe, self._version = probe, stream.policy_version
             self._reload()
         else:
             stream.probe = probe
-            self.engine.load_weights(stream)
+            self.engine.load_weights(stream.each(self._keep_rows))
             stream.drain(process_group.activity.beat)
             self._version = stream.policy_version
         if process_group.payload_device.type == "cpu":
@@ -258,9 +267,9 @@ class Fed(Serving):
             takers: Ranks that generate, for this thread.
             probe: A text with its log-probabilities, if the engine is asked for them.
         """
-        stream = receive_weights(self._route, process_group, takers)
+        stream = receive_weights(self.route, process_group, takers, base=self._base())
         device = self._takers.payload_device
-        kept = list(stream if device.type == "cpu" else collected(stream, self._sizes, device))
+        kept = dict(stream if device.type == "cpu" else collected(stream, self._sizes, device))
         version = stream.policy_version
 
         def load() -> None:
@@ -268,6 +277,8 @@ class Fed(Serving):
             self.engine.wake(self._reload)  # an engine may start again once for each set of weights
             self._load()
             self._reload()
+            for name, tensor in kept.items():
+                self._keep_rows(name, tensor)
             if not self._may_restart:
                 kept.clear()
             if process_group.payload_device.type == "cpu":
@@ -278,11 +289,41 @@ class Fed(Serving):
     @property
     def _sizes(self) -> list[int]:
         """Bytes of each weight."""
-        return [math.prod(shape) * self._route.dtype.itemsize for shape in self._route.shapes.values()]
+        return [math.prod(shape) * self.route.dtype.itemsize for shape in self.route.shapes.values()]
+
+    def _base(self) -> HeldWeights | None:
+        """The weights that came last, as they were sent; None if they are not there, or nothing is added to them."""
+        if self.route.sent is None or self._version == NO_VERSION:
+            return None
+        if self._may_restart:
+            whole: Mapping[str, Tensor] = self._kept
+        elif self._own is None:
+            return HeldWeights(self._rows, self._version) if self._rows else None
+        else:
+            whole = self._own() if self.engine.policy_version == self._version else {}
+        route = self.route
+        if any(name not in whole or whole[name].dtype != route.dtype for name in route.shapes):
+            return None
+        weights = (LocalWeight.of(name, whole[name].view(shape)) for name, shape in route.shapes.items())
+        return HeldWeights.of(weights, self._version)
+
+    def _keep_rows(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        """Keep the rows of a weight that come to this rank, if differences will be added to them; gives the weight."""
+        if self.route.sent is not None and self._own is None and not self._may_restart:
+            shape = self.route.shapes[name]
+            block = self.route.receivers.block(name, shape, self.route.rank)
+            rows = block.view(tensor.view(shape), whole_block(shape))
+            if name not in self._rows:
+                self._rows[name] = LocalWeight(name, shape, block, torch.empty_like(rows, device="cpu"))
+            self._rows[name].local.copy_(rows)
+        return [(name, tensor)]
 
     def _keeping(self, stream: WeightStream) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stream:
-            self._kept.append((name, tensor.to("cpu", copy=True)))
+            if name in self._kept:
+                self._kept[name].copy_(tensor)
+            else:
+                self._kept[name] = tensor.to("cpu", copy=True)
             yield name, tensor
 
     def _reload(self) -> None:
@@ -290,7 +331,7 @@ class Fed(Serving):
             self._load()
 
     def _load(self) -> None:
-        weights = WeightStream(iter(self._kept), self._version, self._probe)
+        weights = WeightStream(iter(self._kept.items()), self._version, self._probe)
         self.engine.load_weights(weights, keep_cache=self._keep_cache)
 
     @override
@@ -302,7 +343,7 @@ class Fed(Serving):
     def phase(self) -> Iterator[RolloutEngine]:
         """Lend the engine, which stays awake, since nothing else needs its memory."""
         if self._version == NO_VERSION:
-            raise RuntimeError(f"rank {self._route.rank}: {self._route.what} have not been sent yet")
+            raise RuntimeError(f"rank {self.route.rank}: {self.route.what} have not been sent yet")
         self.engine.wake(self._reload)
         with compared(self.engine, self._shard) as engine:
             yield engine
@@ -337,3 +378,8 @@ def held_by(trainer: Trainable, *, is_merged: bool = False) -> HeldWeights:
     """
     weights = cast("AdaptedEngine", trainer).merged_weights() if is_merged else trainer.local_weights()
     return HeldWeights.of(weights, trainer.policy_version)
+
+
+def weights_of(model: CausalLM) -> dict[str, Tensor]:
+    """The weights with which an engine generates, by name, as they were loaded."""
+    return {name: parameter.data for name, parameter in model.trained_weights()}

@@ -14,19 +14,25 @@ from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.source import Setting, apply_overrides, read_yaml, with_setting
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.environments.episode import EpisodePosition
-from leaderless.environments.journal import JournalDifference, Line
+from leaderless.environments.journal import JournalDifference, Line, text_of
 from leaderless.environments.registry import world_maker
 from leaderless.environments.replay import replay
 from leaderless.environments.tools.sources import close_tools
 from leaderless.models.loading.tokenizer import load_tokenizer
-from leaderless.observability.episode_files import EpisodeFile, Kind, episode_files, read_episode_file
+from leaderless.observability.episode_files import (
+    EpisodeFile,
+    Kind,
+    episode_files,
+    read_episode_file,
+    write_regraded,
+)
 from leaderless.planner.workflow import WorkflowRecipe, load_recipe
 from leaderless.planner.workflow.builtin_stages import spec_of
 from leaderless.rewards.pool import Graded, RewardPool
 from leaderless.rewards.protocol import Failures
 from leaderless.rollout.engine import SamplingParams
 from leaderless.stages.episode_rollout import reader_of, tools_of, writer_of
-from leaderless.stages.reward import RegradedPart, parts_of, regrade
+from leaderless.stages.reward import RegradedPart, grade_of, parts_of, regrade
 
 Grade = Mapping[str, Json]
 """A line about the rewards of a part of an episode."""
@@ -48,6 +54,18 @@ class Comparison(NamedTuple):
     def now(self) -> float | None:
         """The reward now; None if it failed."""
         return self.new.value if self.new.is_valid else None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it is worth something else now, or has failed only once; of what is known of the run."""
+        return self.old is not None and self.before != self.now
+
+    def line(self) -> str:
+        """The new grade as a line of JSON, next to the one in the run."""
+        before = None if self.old is None else {name: self.old[name] for name in ("reward", "is_valid")}
+        return text_of(
+            grade_of(self.part.number, self.part.actor, self.new) | {"before": before, "is_changed": self.is_changed}
+        )
 
 
 @dataclass(frozen=True)
@@ -151,12 +169,20 @@ class RunEpisodes:
         finally:
             close_tools()
 
-    def regrade(self, steps: Sequence[int], rewards: Sequence[str]) -> Iterator[tuple[int, list[Comparison]]]:
-        """Grade episodes of training again, step by step.
+    def regrade(self, steps: Sequence[int], rewards: Sequence[str] = ()) -> Iterator[tuple[int, list[Comparison]]]:
+        """Grade episodes of training again, step by step, with the rewards as they are now.
 
         Rewards are another recipe whose `reward` section takes the place of the run's, or settings `reward.x=value`.
+
+        Raises:
+            RecipeError: The rewards cannot be read, or a judge is a model of the run.
         """
         recipe = with_rewards(self.loaded, rewards)
+        if judge := next(iter(recipe.reward.roles()), None):
+            raise RecipeError.at(
+                f"reward.{judge}.role",
+                "is a model of the run, which does not run now: name a judge at a `url`, or other rewards (--reward)",
+            )
         failures = Failures(recipe.guards.hopeless_failures)
         with RewardPool(recipe.reward, recipe.run.reward_processes, failures=failures) as pool:
             for step in steps:
@@ -164,6 +190,12 @@ class RunEpisodes:
                 graded = regrade(parts, recipe, pool)
                 known = [old.get((part.number, part.actor)) for part in parts]
                 yield step, [Comparison(*one) for one in zip(parts, known, graded, strict=True)]
+
+    def write_regraded(self, step: int, compared: Sequence[Comparison], *, has_all: bool) -> Path:
+        """Write new grades next to the journal, of which nothing is overwritten; the file."""
+        folder = next(file.path.parent for file in self.files if (file.kind, file.step) == ("step", step))
+        is_complete = has_all and not any(one.new.is_broken for one in compared)
+        return write_regraded(folder, (one.line() for one in compared), is_complete=is_complete)
 
     def _lines(self, kind: Kind, step: int, what: str) -> Iterator[dict[str, Json]]:
         for file in self.files:

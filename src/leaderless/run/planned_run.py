@@ -37,6 +37,8 @@ from leaderless.run.settings import leaves_of
 if TYPE_CHECKING:
     from leaderless.planner.placement.search import PlacementChoice
 
+CORRECTION = "correction.type"
+"""End of the key of what corrects samples."""
 RATE = "optimizer.learning_rate"
 FREE_KEYS = (
     "steps",
@@ -80,6 +82,7 @@ class Planned:
 
     def check_inputs(self) -> None:
         """Check the models, files, rewards and environment that the recipe names; no model is loaded."""
+        from leaderless.distributed.one_sided.library import check_nixl
         from leaderless.environments.registry import try_environment
         from leaderless.observability.loggers.registry import check_loggers
         from leaderless.rewards.registry import check_rewards
@@ -105,6 +108,8 @@ class Planned:
                 from leaderless.run.stage_profile import check_machine
 
                 check_machine(self.choice.profile)
+            if recipe.run.transport == "nixl":
+                check_nixl()
             check_loggers(recipe.loggers)
             check_rewards(recipe.reward, in_worker=recipe.run.reward_processes == 0)
             if recipe.environment is not None:
@@ -211,8 +216,16 @@ class Planned:
         ]
         if _peaks(begun_with) == _peaks(self.recipe):  # a rate that is left out, perhaps of a default that was a number
             problems = [one for one in problems if not one.key.endswith(RATE)]
+        if _corrections(begun_with) == _corrections(self.recipe):  # `auto`, which may be what was written once
+            problems = [one for one in problems if not one.key.endswith(CORRECTION)]
         if problems:
             raise self.loaded.locate(RecipeError(problems))
+
+
+def _corrections(recipe: Recipe) -> dict[str, str]:
+    """What corrects the samples of the roles that a recipe names."""
+    found = {role: recipe.as_seen_by(role).algorithm.correction for role in (*recipe.models, *recipe.roles)}
+    return {role: one.type if one.has_weights else "none" for role, one in found.items()}
 
 
 def _peaks(recipe: Recipe) -> dict[str, float]:
@@ -315,7 +328,7 @@ def _engine_layouts(loaded: WorkflowRecipe, role: str, num_workers: int) -> dict
         generates = any(own == role and spec.roles[name] == "generate" for name, own in spec.roles_of(node).items())
         judges = spec.grades and bool(recipe.reward.roles())
         sizes = {"tp": given.tp, "pp": given.pp, "cp": given.cp}
-        fitting = sizes if num_workers % prod(sizes.values()) == 0 else {}
+        fitting = {**sizes, "ep": given.ep} if num_workers % prod(sizes.values()) == 0 else {}
         for name in [ANSWER] * generates + [JUDGE] * judges:
             layouts.setdefault(name, LayoutConfig(**fitting))
     return layouts

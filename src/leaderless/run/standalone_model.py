@@ -36,6 +36,7 @@ from leaderless.planner.memory.limits import CachePool, pool_tokens
 from leaderless.planner.memory.model import number_bytes
 from leaderless.planner.memory.model_size import read_model_size
 from leaderless.rollout.engine import Request, SamplingParams, generate
+from leaderless.rollout.external.arguments import check_device, check_installed
 from leaderless.rollout.make_engine import RolloutSetup, make_engine
 from leaderless.rollout.weight_sources import Colocated, Serving
 from leaderless.rollout.wrapped_engine import ALONE
@@ -75,6 +76,11 @@ class ModelSource:
             rollout["external"] = self.rollout.external.model_copy(update={"python": engine_python})
         return replace(self, name=name or self.name, config=config, rollout=self.rollout.model_copy(update=rollout))
 
+    def without_arguments(self) -> Self:
+        """Leave out arguments for the engine, which are those of the run's engine."""
+        external = self.rollout.external.model_copy(update={"arguments": {}})
+        return replace(self, rollout=self.rollout.model_copy(update={"external": external}))
+
 
 @dataclass(frozen=True)
 class Served:
@@ -86,6 +92,7 @@ class Served:
     max_context: int  # tokens of prompt and response together
     serving: Serving
     reader: ImageReader | None = None  # what the model says of images, if it sees them
+    end_tokens: frozenset[int] = frozenset()  # tokens that end a response
 
 
 def find_model(target: str, role: str, say: Callable[[str], None]) -> ModelSource:
@@ -145,7 +152,12 @@ def _newest_good(run: Path, say: Callable[[str], None]) -> Path:
 
 @contextmanager
 def open_model(
-    source: ModelSource, engine: str | None, max_context: int | None, say: Callable[[str], None]
+    source: ModelSource,
+    engine: str | None,
+    max_context: int | None,
+    say: Callable[[str], None],
+    *,
+    is_full: bool = False,
 ) -> Iterator[Served]:
     """Load a model on this machine's first device.
 
@@ -154,22 +166,28 @@ def open_model(
         engine: Engine that generates; the choice of `rollout.engine: auto` if None.
         max_context: Most tokens of prompt and response together; as many as the model can take if None.
         say: Function that shows a message to the user.
+        is_full: Whether the native engine does all that clients may ask on an accelerator, too, more slowly.
 
     Raises:
         RecipeError: The model cannot be loaded, or takes fewer tokens than `max_context`.
     """
-    with _alone() as device, tempfile.TemporaryDirectory(prefix="leaderless-") as logs:
+    name = engine or choose_engine(source.rollout)
+    if name != source.rollout.engine and (name, source.rollout.engine) != ("vllm", "auto"):
+        source = source.without_arguments()
+    if said := check_installed(name, source.rollout.external, source.role):
+        say(said)
+    with alone_here() as device, tempfile.TemporaryDirectory(prefix="leaderless-") as logs:
+        check_device(name, source.rollout.external, device, source.config.compute_dtype, source.role)
         if device.type == "cpu":
             warn_of_bfloat16({source.role: source.config}, say)
         tokenizer = load_tokenizer(source.config, source.role)
         trainer = _load(source, device)
         check_vocabulary(trainer.vocab_size, tokenizer, source.role)
         described = load_model_config(source.config, source.role)
-        longest = _longest(described, max_context)
+        longest = longest_context(described, max_context)
         reader = open_reader(source.config, source.role, tokenizer) if sees_images(described) else None
         if source.checkpoint is not None:
             load_checkpoint(source.checkpoint, {source.role: trainer})
-        name = engine or choose_engine(source.rollout)
         setup = RolloutSetup(
             role=source.role,
             rollout=source.rollout,
@@ -182,7 +200,8 @@ def open_model(
             device=device,
             logs=Path(logs),
             report=say,
-            pool=_pool(source, longest, device),
+            pool=None if is_full else cache_pool(source, longest, device),
+            has_clients=True,
         )
         spec, dtype = engine_for(source.rollout, name), getattr(torch, source.config.compute_dtype)
         has_adapters = source.config.lora is not None
@@ -196,7 +215,7 @@ def open_model(
             is_merged=has_adapters and not spec.takes_adapters,
         )
         try:
-            yield Served(source.name, tokenizer, trainer.vocab_size, longest, serving, reader)
+            yield Served(source.name, tokenizer, trainer.vocab_size, longest, serving, reader, setup.end_tokens)
         finally:
             serving.close()
 
@@ -218,7 +237,7 @@ def _load(source: ModelSource, device: torch.device) -> TrainEngine:
     return make_train_engine(TrainingConfig().backend, setup)
 
 
-def _pool(source: ModelSource, longest: int, device: torch.device) -> CachePool | None:
+def cache_pool(source: ModelSource, longest: int, device: torch.device) -> CachePool | None:
     """The pool of a native engine on an accelerator: for all sequences, or what there is room for next to weights."""
     size = read_model_size(source.config)
     if device.type == "cpu" or size is None or not size.is_plain:
@@ -229,7 +248,7 @@ def _pool(source: ModelSource, longest: int, device: torch.device) -> CachePool 
     return CachePool(pool_tokens(source.rollout.max_sequences, longest, 0, 0, most), stays=True)
 
 
-def _longest(described: PreTrainedConfig, wanted: int | None) -> int:
+def longest_context(described: PreTrainedConfig, wanted: int | None) -> int:
     """Return the number of tokens that the model takes or the user wants, and refuse to exceed the model's."""
     config = described.get_text_config()
     longest: int | None = getattr(config, "max_position_embeddings", None)
@@ -241,7 +260,7 @@ def _longest(described: PreTrainedConfig, wanted: int | None) -> int:
 
 
 @contextmanager
-def _alone() -> Iterator[torch.device]:
+def alone_here() -> Iterator[torch.device]:
     """Join a process group of one rank; yields the device."""
     setup = setup_device(0, 1)
     join_nobody(setup)

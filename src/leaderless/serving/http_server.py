@@ -15,7 +15,7 @@ import uvicorn
 from pydantic_core import from_json, to_json
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import override
@@ -76,7 +76,29 @@ class ApiError(Exception):
     def to_json(self) -> dict[str, Json]:
         """Return the error in the format of OpenAI's API."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def to_anthropic_json(self) -> dict[str, Json]:
+        """Return the error in the format of Anthropic's API."""
+        kind = _ANTHROPIC_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        details: dict[str, Json] = {} if self.code is None else {"details": {"error_code": self.code}}
+        return {"type": "error", "error": {"type": kind, "message": self.message, **details}, "request_id": None}
+
+
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Kinds of errors in Anthropic's API that their status tells."""
+_ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+"""Ends of the paths where errors have the format of Anthropic's API."""
+RETRY_AFTER_S = 1
+"""Time after which clients that were refused for now may ask again."""
 
 
 class Guard:
@@ -85,7 +107,14 @@ class Guard:
     A web page in a browser may send requests to a server on the same machine. Requests that browsers send without a
     preflight are not JSON, and a page whose domain name resolves to this machine sends that name with the request. Both
     are refused.
+
+    Attributes:
+        kinds: Types of content that requests may have.
+        open_path: Path that needs no token.
     """
+
+    kinds: tuple[str, ...] = ("application/json",)
+    open_path: str = "/health"
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app, self._token = app, token
@@ -93,8 +122,18 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         error = self._objection(scope) if scope["type"] == "http" else None
-        app = self._app if error is None else _to_response(error)
+        app = self._app if error is None else self.refusal(error, scope["path"])
         await app(scope, receive, send)
+
+    def refusal(self, error: ApiError, path: str) -> Response:
+        """The answer to a client that is not accepted."""
+        return _to_response(error, path)
+
+    def objection_to_key(self, headers: Headers, token: str) -> ApiError | None:
+        """The error of a client that does not send the token."""
+        if has_key(headers, token):
+            return None
+        return ApiError(401, "the token is missing or wrong: send it as the API key", code="invalid_api_key")
 
     def _objection(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
@@ -102,11 +141,11 @@ class Guard:
             name = headers.get("host", "")
             if not is_this_machine(name):
                 return ApiError(403, f"host '{name}' is not this machine, and the server was started without a token")
-        elif scope["path"] != "/health" and not has_key(headers, self._token):
-            return ApiError(401, "the token is missing or wrong: send it as the API key", code="invalid_api_key")
+        elif scope["path"] != self.open_path and (error := self.objection_to_key(headers, self._token)) is not None:
+            return error
         kind = headers.get("content-type", "").partition(";")[0].strip()
-        if scope["method"] == "POST" and kind != "application/json":
-            return ApiError(415, f"content-type='{kind}' must be application/json")
+        if scope["method"] == "POST" and kind not in self.kinds:
+            return ApiError(415, f"content-type='{kind}' must be {' or '.join(self.kinds)}")
         return None
 
 
@@ -120,18 +159,22 @@ def is_this_machine(name: str) -> bool:
 
 
 def has_key(headers: Headers, key: str) -> bool:
-    """Check whether a request comes with an API key."""
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    return scheme.lower() == "bearer" and hmac.compare_digest(given.encode("latin-1"), key.encode())
+    """Check whether a request comes with an API key, as clients of OpenAI's or of Anthropic's API send it."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    given = (bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+    return any(hmac.compare_digest(one.encode("latin-1"), key.encode()) for one in given)
 
 
 async def read_body(request: Request, most: int = MAX_BODY_BYTES) -> bytes:
     """Read the body of a request up to a size limit."""
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > most:
-            raise ApiError(413, f"the request has more than {most:,} bytes: send less at once")
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > most:
+                raise ApiError(413, f"the request has more than {most:,} bytes: send less at once")
+    except ClientDisconnect as error:  # nobody reads the answer, and it is no error of the server
+        raise ApiError(499, "the client has left before the end of its request") from error
     return bytes(body)
 
 
@@ -174,9 +217,10 @@ class EventStream(StreamingResponse):
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
 
-def event(reply: Json) -> bytes:
-    """Write a reply as a server-sent event."""
-    return b"data: " + serialized(reply) + b"\n\n"
+def event(reply: Json, name: str = "") -> bytes:
+    """Write a reply as a server-sent event, which may have a name."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + serialized(reply) + b"\n\n"
 
 
 def serialized(reply: Json) -> bytes:
@@ -195,13 +239,14 @@ async def _refuse(request: Request, error: Exception) -> Response:
         error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     elif not isinstance(error, ApiError):
         error = ApiError(500, f"{type(error).__name__} in the server; its log says where")
-    return _to_response(error)
+    return _to_response(error, request.url.path)
 
 
 HANDLERS = dict.fromkeys((ApiError, HTTPException, Exception), _refuse)
 """Handlers of errors, for an application."""
 
 
-def _to_response(error: ApiError) -> Response:
-    headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
-    return JSONResponse(error.to_json(), error.status, headers)
+def _to_response(error: ApiError, path: str) -> Response:
+    headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": str(RETRY_AFTER_S)}}.get(error.status)
+    reply = error.to_anthropic_json() if path.endswith(_ANTHROPIC_PATHS) else error.to_json()
+    return JSONResponse(reply, error.status, headers)

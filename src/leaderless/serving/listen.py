@@ -5,9 +5,8 @@ from __future__ import annotations
 import ipaddress
 import socket
 
+from leaderless.base.tokens import TOKEN_VARIABLE
 from leaderless.config import RecipeError
-
-TOKEN_VARIABLE = "LEADERLESS_TOKEN"  # noqa: S105 - its name, not its value
 
 
 def address_of(listener: socket.socket) -> str:

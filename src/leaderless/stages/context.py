@@ -209,6 +209,8 @@ Engine = TypeVar("Engine")
 NEEDS: dict[str, RoleUse] = {
     "log_probs": "score",
     "values": "score",
+    "likeliest_words": "score",
+    "teaching": "score",
     "forward": "train",
     "passes": "train",
     "optimizer_step": "train",

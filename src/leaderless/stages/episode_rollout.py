@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from leaderless.config import Recipe
 from leaderless.config.data import DatasetConfig
+from leaderless.config.failures import FailureKind
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import SIBLING_BITS, Batch, Column
 from leaderless.data.prompts.encode import RowEncoder, Tokenizer
@@ -95,6 +96,8 @@ def samples_of(played: Played, context: StageContext, seconds: float) -> Batch:
     error = played.first_error()
     if error is not None:
         context.run_directory.note_reward_error(context.step, context.process_group.rank, ENVIRONMENT, error)
+    for kind, text in played.first_failures().items():
+        context.run_directory.note_failure(context.step, context.process_group.rank, kind, text)
     samples = played.samples()
     context.facts["waits"] = played.waits()
     roles = [own] if config is None else [config.agents.get(agent, own) for agent in agents_of(config)]
@@ -117,7 +120,7 @@ class EarlierTurns:
 
     seat: EpisodeIndex
     history: Sequence[Spoken]
-    failure: tuple[str, str] | None
+    failure: tuple[FailureKind, str] | None
 
 
 def earlier_episodes(batch: Batch, agents: Sequence[str], num_places: int) -> list[EarlierTurns]:
@@ -130,11 +133,13 @@ def earlier_episodes(batch: Batch, agents: Sequence[str], num_places: int) -> li
     """
     assert batch.prompt_index is not None
     spoken: dict[int, list[Spoken]] = {}
-    failures: dict[int, tuple[str, str] | None] = {}
+    failures: dict[int, tuple[FailureKind, str] | None] = {}
     task_of: dict[int, int] = {}
     for row, play in enumerate(batch.dense("joint_ids").tolist()):
         failure = batch.objects("environment_failed")[row]
-        failures[play] = (str(failure["cause"]), str(failure["error"])) if isinstance(failure, Mapping) else None
+        failures[play] = None
+        if isinstance(failure, Mapping):
+            failures[play] = cast("FailureKind", failure["cause"]), str(failure["error"])
         task_of[play] = int(batch.prompt_index[row])
         spoken.setdefault(play, [])
     for play, one in _spoken(batch, agents):

@@ -12,13 +12,13 @@ import torch
 
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
+from leaderless.config.failures import PLAYED_KINDS, FailureKind
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import SIBLING_BITS, Batch, Column, Jagged, make_sample_ids
 from leaderless.data.dataset import image_column
 from leaderless.data.prompts.images import PromptImage, num_alike
 from leaderless.environments.chat_writer import ChatWriter
 from leaderless.environments.episode import Episode, TraceNode, TraceSample
-from leaderless.environments.guarded_environment import CAUSES, OVERFLOW
 from leaderless.environments.journal import line_of, text_of
 from leaderless.environments.tools.sources import ToolSources
 from leaderless.models.routers import UNKNOWN
@@ -66,6 +66,14 @@ class Work(Protocol):
     @property
     def cached_tokens(self) -> int:
         """Those of them that it still had."""
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens that it has drafted, of responses that have ended."""
+
+    @property
+    def num_accepted(self) -> int:
+        """Those of them that the model has accepted."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +215,13 @@ class Played:
                 facts: dict[str, Json] = {"group_id": number >> SIBLING_BITS, "stride": self.play.stride}
                 yield text_of(line_of(episode) | facts | {"has_drifted": drift})
 
+    def first_failures(self) -> dict[FailureKind, str]:
+        """The first error of each kind of failure that an episode has met, overcome or not."""
+        found: dict[FailureKind, str] = {}
+        for one in (note for episode in self.episodes for note in episode.failures):
+            found.setdefault(one.kind, one.error)
+        return found
+
     def first_error(self) -> str | None:
         """Why the first failed episode has failed; None if none has."""
         return next((episode.error for episode in self.episodes if episode.cause), None)
@@ -223,6 +238,7 @@ class Played:
         metrics.mean("rollout/tokens_per_s", num_engines * num_tokens, seconds)
         metrics.mean("rollout/engine_busy", self.pump.busy_s, seconds)
         metrics.mean("rollout/prefix_hits", self.pump.cached_tokens, self.pump.known_tokens)
+        metrics.mean("rollout/drafts_accepted", self.pump.num_accepted, self.pump.num_drafted)
         # A greedy episode is only a baseline, and in no metric of what the policy samples.
         is_sampled = [self.play.distributions[seat.place].temperature > 0 for seat in self.seats]
         sampled = [episode for episode, is_own in zip(self.episodes, is_sampled, strict=True) if is_own]
@@ -233,8 +249,8 @@ class Played:
         metrics.mean("rollout/response_tokens", sum(len(node.tokens) for node in said), len(said))
         metrics.mean("rollout/truncated", cut, len(said))
         metrics.total("episode/failed", len(sampled) - len(whole))
-        for cause in CAUSES:
-            metrics.total(f"episode/failed_{cause}", sum(episode.cause == cause for episode in sampled))
+        for kind in PLAYED_KINDS:
+            metrics.mean(f"failure/{kind}", sum(_has_met(episode, kind) for episode in sampled), len(sampled))
         metrics.total("episode/repeated", sum(episode.attempts - 1 for episode in sampled))
         numbers: dict[str, Sequence[float]] = {
             "turns": [len(episode.trace.said()) for episode in whole],
@@ -254,6 +270,11 @@ class Played:
             _report_calls(metrics, whole, [tool.name for tool in self.tools.tools])
 
 
+def _has_met(episode: Episode, kind: FailureKind) -> bool:
+    """Whether an episode has met a failure of a kind; one that another role has begun, only that which ended it."""
+    return episode.cause == kind or any(one.kind == kind for one in episode.failures)
+
+
 def _report_calls(metrics: Metrics, episodes: Sequence[Episode], names: Sequence[str]) -> None:
     """Report how episodes have used tools."""
     calls = [call for episode in episodes for call in episode.calls]
@@ -262,9 +283,10 @@ def _report_calls(metrics: Metrics, episodes: Sequence[Episode], names: Sequence
     metrics.mean("tool/misread", sum(call.refusal in {"malformed", "unknown_tool"} for call in calls), len(calls))
     for name in names:
         own = [call for call in calls if call.name == name and call.refusal != "malformed"]
+        refused = sum(call.refusal not in {None, "failed"} for call in own)
         shown = name.replace("/", ".")  # as servers may name them
         metrics.mean(f"tool/calls/{shown}", len(own), len(episodes))
-        metrics.mean(f"tool/refused/{shown}", sum(call.refusal is not None for call in own), len(own))
+        metrics.mean(f"tool/refused/{shown}", refused, len(own))
 
 
 NOTHING = TraceSample("", [], [], [], [], [], [], [], is_truncated=False)
@@ -317,7 +339,7 @@ def _rows_of(episode: Episode, seat: EpisodeIndex, stride: int) -> list[_Row]:
             f"the episode has {len(samples)} conversations or branches, and ids have room for "
             f"{((1 << SIBLING_BITS) - begin) // stride}: lower environment.max_turns or batch.responses_per_prompt"
         )
-        failure = {"cause": OVERFLOW, "error": error}
+        failure = {"cause": "environment", "error": error}
         return [_Row(begin, task, place, begin, begin, 0, None, 0.0, episode.is_cut, failure)]
     rewards = dict.fromkeys(episode.agents, 0.0)
     for node in episode.trace.said():

@@ -24,7 +24,7 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.data.buffer.row_agreement import select
 from leaderless.models.uploads import placed
 from leaderless.observability.events import LOWER_BOUNDS, strongest
-from leaderless.observability.metrics import Mean, Share
+from leaderless.observability.metrics import Mean, Share, Weights
 from leaderless.planner.assign.balance import first_places, parts_of
 from leaderless.stages.context import StageContext
 from leaderless.stages.episodes import Counted
@@ -36,6 +36,11 @@ NORM_WINDOW = 50
 """Number of past gradient norms that a new one is compared with."""
 MIN_NORMS = 5
 """Least number of past norms for a comparison."""
+EFFECTIVE_SAMPLES = "mismatch/effective_samples"
+"""Metric of how far an engine's policy is from the trainer's."""
+STEPS_BETWEEN_WARNINGS = 20
+"""Steps after a warning of too few effective samples in which there is no other one: it seldom passes by itself."""
+_WARNED = "guard/effective_samples_warned"
 _SKIPPED, _IN_A_ROW = "guard/skipped", "guard/skipped_in_a_row"
 _SILENT = "updates_without_signal"
 _NORM, _NUM_NORMS = "guard/norm/", "guard/num_norms"
@@ -150,15 +155,16 @@ class OptimizerUpdate:
         for value, metrics in self._done:
             context.metrics.add(metrics)
             context.metrics.total(metric_name(context, "loss"), value / num_updates)
-            entropy = metrics.get(entropy_name)
-            numbers = (entropy.total, entropy.count) if isinstance(entropy, Mean) else (0.0, 0.0)  # a critic has none
+            entropy, ratios = metrics.get(entropy_name), metrics.get(EFFECTIVE_SAMPLES)  # a critic has neither
+            numbers = [entropy.total, entropy.count] if isinstance(entropy, Mean) else [0.0, 0.0]
+            numbers += [ratios.total, ratios.square, ratios.count] if isinstance(ratios, Weights) else [0.0, 0.0, 0.0]
             # A number of the host is written by the device, since a copy would wait for it.
             parts = (one.to(value) if isinstance(one, Tensor) else value.new_full((), one) for one in (value, *numbers))
             total = torch.stack([*parts])
             sums = total if sums is None else sums + total
         report_expert_loads(engine, context)
-        loss, entropies, count = context.sum(torch.zeros(3) if sums is None else sums.cpu()).tolist()
-        info = guarded_step(engine, context, loss, entropies / count if count else None)
+        loss, *more = context.sum(torch.zeros(6) if sums is None else sums.cpu()).tolist()
+        info = guarded_step(engine, context, loss, GuardedNumbers.of(more))
         context.metrics.max(metric_name(context, "grad_norm"), info.grad_norm)
         context.metrics.max(metric_name(context, "learning_rate"), info.learning_rate)
         context.progress(self._mini_batch.number / num_updates)
@@ -190,25 +196,56 @@ class Breach(NamedTuple):
     action: GuardAction
 
 
+class GuardedNumbers(NamedTuple):
+    """Numbers of a mini-batch over all ranks that guards look at; None for a model or a loss that has none.
+
+    Attributes:
+        entropy: Mean entropy of the tokens that count.
+        effective_samples: Effective sample size of the ratios between trainer and engine, as a share of these tokens.
+    """
+
+    entropy: float | None = None
+    effective_samples: float | None = None
+
+    @classmethod
+    def of(cls, sums: Sequence[float]) -> GuardedNumbers:
+        """The numbers, of sums over all ranks: entropies, their count; ratios, their squares, their count."""
+        entropies, count, ratios, squares, num_ratios = sums
+        return cls(entropies / count if count else None, ratios**2 / (num_ratios * squares) if squares else None)
+
+
+NOTHING = GuardedNumbers()
+
+
 def find_breaches(
-    config: GuardsConfig, loss: float, grad_norm: float, entropy: float | None = None, usual_norm: float | None = None
+    config: GuardsConfig,
+    loss: float,
+    grad_norm: float,
+    watched: GuardedNumbers = NOTHING,
+    usual_norm: float | None = None,
 ) -> list[Breach]:
     """The guards that an update violates, given its numbers over all ranks before it is made.
 
     The norm is taken before clipping; the usual one is the median of earlier updates, or None while there are too few.
     """
     times_usual = grad_norm / usual_norm if usual_norm else None
-    watched: tuple[tuple[str, float | None, float | None, GuardAction], ...] = (
+    bounds: tuple[tuple[str, float | None, float | None, GuardAction], ...] = (
         ("grad_norm_limit", grad_norm, config.grad_norm_limit, config.grad_norm_action),
         ("grad_norm_factor", times_usual, config.grad_norm_factor, config.grad_norm_action),
-        ("entropy_limit", entropy, config.entropy_limit, config.entropy_action),
+        ("entropy_limit", watched.entropy, config.entropy_limit, config.entropy_action),
+        (
+            "effective_samples_limit",
+            watched.effective_samples,
+            config.effective_samples_limit,
+            config.effective_samples_action,
+        ),
     )
     breaches = []
     if not math.isfinite(loss):
         breaches.append(Breach("non_finite_loss", loss, None, config.non_finite_loss))
     if not math.isfinite(grad_norm):
         breaches.append(Breach("non_finite_gradient", grad_norm, None, config.non_finite_gradient))
-    for guard, value, limit, action in watched:
+    for guard, value, limit, action in bounds:
         if value is None or limit is None or not math.isfinite(value):
             continue
         if value < limit if guard in LOWER_BOUNDS else value > limit:
@@ -216,11 +253,10 @@ def find_breaches(
     return breaches
 
 
-def guarded_step(engine: Trainable, context: StageContext, loss: float, entropy: float | None) -> UpdateInfo:
+def guarded_step(engine: Trainable, context: StageContext, loss: float, watched: GuardedNumbers) -> UpdateInfo:
     """Make an optimizer update unless its gradient is 0 or a guard prevents it, and report what guards found.
 
-    All ranks of the node call it together, with the loss of the mini-batch over all of them and the mean entropy of the
-    tokens that count, or None without one.
+    All ranks of the node call it together, with the loss of the mini-batch over all of them and its other numbers.
     """
     config, state = context.recipe.guards, context.state
     norms = [value for name, value in state.items() if name.startswith(_NORM)]
@@ -228,7 +264,7 @@ def guarded_step(engine: Trainable, context: StageContext, loss: float, entropy:
     breaches: list[Breach] = []
 
     def allow(grad_norm: float) -> bool:
-        breaches.extend(find_breaches(config, loss, grad_norm, entropy, usual_norm))
+        breaches.extend(find_breaches(config, loss, grad_norm, watched, usual_norm))
         # Without a gradient, momentum and weight decay alone would change the weights.
         return grad_norm != 0 and all(breach.action == "warn" for breach in breaches)
 
@@ -249,10 +285,22 @@ def guarded_step(engine: Trainable, context: StageContext, loss: float, entropy:
         state[_SILENT] = state.get(_SILENT, 0.0) + 1
         context.metrics.max(metric_name(context, _SILENT), state[_SILENT])
     for breach in breaches:
-        context.report_event(*breach)
+        if not _is_repeated(breach, context):
+            context.report_event(*breach)
     if state.get(_SKIPPED):
         context.metrics.max(f"guard/skipped/{context.node.node.role}", state[_SKIPPED])
     return info
+
+
+def _is_repeated(breach: Breach, context: StageContext) -> bool:
+    """Whether a breach is one more warning of what the user has been warned of a few steps ago."""
+    if (breach.guard, breach.action) != ("effective_samples_limit", "warn"):
+        return False
+    before = context.state.get(_WARNED)
+    if before is not None and 0 <= context.step - before < STEPS_BETWEEN_WARNINGS:
+        return True
+    context.state[_WARNED] = float(context.step)
+    return False
 
 
 def add_states(engine: Trainable, batch: Batch, before: int, context: StageContext) -> None:
@@ -320,7 +368,7 @@ def correction_weights(config: settings.CorrectionConfig, old: Tensor, rollout: 
     The log-probabilities, [total], are the trainer's before this step's updates and the engine's at sampling time;
     `lengths`, [n] int64, are the response tokens of each sample.
     """
-    if config.type == "none":
+    if not config.has_weights:
         return torch.ones_like(old)
     ratios = algorithms.importance_ratios(old, rollout, lengths, config.level)
     match config.type:
@@ -328,7 +376,7 @@ def correction_weights(config: settings.CorrectionConfig, old: Tensor, rollout: 
             return algorithms.truncated_weights(ratios, highest=config.highest)
         case "mask":
             return algorithms.masked_weights(ratios, lowest=config.lowest, highest=config.highest)
-        case "reject":
+        case _:
             return algorithms.is_within(ratios, config.lowest, config.highest).to(ratios.dtype)
 
 

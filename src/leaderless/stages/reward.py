@@ -73,6 +73,10 @@ def reward(batch: Batch, context: StageContext) -> Batch:
     stands_for_shard = context.node.layout.represents(context.process_group.rank)
     if context.episodes is not None and "joint_ids" in batch and stands_for_shard:
         context.episodes.write("step", context.step, "graded", partial(grades, episodes.rows, graded))
+        broken = [one.is_broken for one in graded]
+        if context.recipe.defers_grades and any(broken):
+            late = episodes.rows.select(torch.tensor(broken)), [one for one in graded if one.is_broken]
+            context.episodes.write("step", context.step, "deferred", partial(grades, *late))
     columns: dict[str, Column] = {
         "rewards": rewards,
         "reward_valid": is_valid,
@@ -96,6 +100,12 @@ def _with_environment(
         for place, one in zip(whole, found, strict=True):
             graded[place] = with_environment(one, values[place], None)
         context.metrics.mean("episode/grading_s", sum(one.seconds for one in found), len(found))
+        own = is_sampled(episodes)
+        broken = torch.tensor([one.is_broken for one in graded], dtype=torch.bool)
+        context.metrics.mean("failure/grader", int((broken & own).sum()), int(own.sum()))
+        error = next((one.first_error for one in graded if one.is_broken), None)
+        if error is not None:
+            context.run_directory.note_failure(context.step, context.process_group.rank, "grader", error)
     return graded
 
 

@@ -95,6 +95,8 @@ def samples_of(
     context.metrics.mean("rollout/truncated", truncated[is_sampled].sum(), int(is_sampled.sum()))
     # Mean speed of an engine times their number: a sum of speeds would grow with the rounds of repeated nodes.
     context.metrics.mean("rollout/tokens_per_s", context.node.layout.dp * len(tokens.values), seconds)
+    drafted = sum(c.num_drafted for c in completions)
+    context.metrics.mean("rollout/drafts_accepted", sum(c.num_accepted for c in completions), drafted)
     more: dict[str, Column] = {}
     if context.recipe.algorithm.replay_experts:
         more[EXPERTS] = _experts(completions, siblings, batch.jagged("prompt_tokens").lengths)

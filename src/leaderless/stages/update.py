@@ -30,6 +30,7 @@ from leaderless.rollout.native.sampling import uniform_noise
 from leaderless.stages.context import StageContext
 from leaderless.stages.episodes import Counted
 from leaderless.stages.mini_batches import (
+    EFFECTIVE_SAMPLES,
     Loss,
     MiniBatch,
     OptimizerUpdate,
@@ -75,8 +76,8 @@ def update(batch: Batch, context: StageContext) -> Batch:
         RuntimeError: A token was drawn with other weights than those about to be trained, and is no surplus.
     """
     engine, algorithm = context.role.train_engine, context.recipe.algorithm
-    _check_versions(batch, context)
-    _report_size(batch, context)
+    check_versions(batch, context)
+    report_size(batch, context)
     before = engine.policy_version
     if context.step <= algorithm.critic.warmup_steps or not has_turn(context.recipe, context.node.node, context.step):
         return batch
@@ -108,7 +109,7 @@ def with_temperatures(batch: Batch, context: StageContext) -> Batch:
     return batch.with_columns({TEMPERATURES: Jagged(values, lengths, "response_tokens")})
 
 
-def _check_versions(batch: Batch, context: StageContext) -> None:
+def check_versions(batch: Batch, context: StageContext) -> None:
     """Each token must come from the weights about to be trained, or be as old as surplus may be."""
     version, limit = context.role.train_engine.policy_version, context.node.max_staleness
     versions = batch.jagged("policy_versions")
@@ -214,7 +215,7 @@ def _policy_gradient_loss(micro_batch: MicroBatch, columns: _Columns, context: S
     metrics[name("clip_fraction")] = mean(output.is_clipped)
     metrics[name("entropy")] = mean(outputs.entropies.detach())
     metrics |= {name(one): mean(values.detach()) for one, values in output.metrics.items()}
-    if config.correction.type != "none":
+    if config.correction.has_weights:
         metrics["correction/weight"] = mean(correction)
         metrics["correction/dropped"] = mean(correction == 0)
     metrics |= _mismatch(tokens, may_be_stale=may_be_stale(context.recipe, context.node.node))
@@ -275,16 +276,16 @@ def _mismatch(tokens: _Tokens, *, may_be_stale: bool) -> dict[str, Share]:
     """Distance between the engine's log-probabilities and the trainer's before this step's updates."""
     old, is_counted = tokens.inputs.old_log_probs, tokens.inputs.is_counted
     difference = tokens.rollout - old
+    ratios = importance_ratios(old, tokens.rollout, tokens.inputs.lengths, "token")
     found: dict[str, Share] = {
         "mismatch/abs_mean": _mean_of(difference.abs(), is_counted),
         "mismatch/abs_max": Largest(difference.abs().max() if len(difference) else 0.0),
         "mismatch/kl": _mean_of(difference, is_counted),
+        EFFECTIVE_SAMPLES: Weights.of(ratios, is_counted),
     }
     if may_be_stale:
         for name, is_inside in ages_of(tokens.ages):  # tokens of similar ages
             found[f"mismatch/kl_by_age/{name}"] = _mean_of(difference, is_counted & is_inside)
-        ratios = importance_ratios(old, tokens.rollout, tokens.inputs.lengths, "token")
-        found["mismatch/effective_samples"] = Weights.of(ratios, is_counted)
     return found
 
 
@@ -297,7 +298,7 @@ def sft(batch: Batch, context: StageContext) -> Batch:
     """Make `batch.updates_per_step` updates on the negative log-likelihood of the given responses."""
     engine = context.role.train_engine
     counted = Counted.of(batch, torch.ones(len(batch), dtype=torch.bool), context)
-    _report_size(batch, context)
+    report_size(batch, context)
     before = engine.policy_version
     for mini_batch in mini_batches(batch, counted, context.recipe.algorithm.aggregation, context):
         now = OptimizerUpdate(engine, mini_batch, context)
@@ -362,7 +363,7 @@ def _report_fit(batch: Batch, is_counted: Tensor, context: StageContext) -> None
         context.metrics.max(metric_name(context, "explained_variance"), 1 - (left.std / whole.std) ** 2)
 
 
-def _report_size(batch: Batch, context: StageContext) -> None:
+def report_size(batch: Batch, context: StageContext) -> None:
     """Count the tokens of the step's samples."""
     count = batch.jagged("prompt_tokens").lengths.sum() + batch.jagged("tokens").lengths.sum()
     context.metrics.total("throughput/tokens", count)

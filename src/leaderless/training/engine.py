@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, cast, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from leaderless.algorithms.divergences import Divergence
 from leaderless.algorithms.settings import SacConfig
 from leaderless.base.named_functions import load_own
 from leaderless.config import RecipeError
 from leaderless.config.environment import BodyConfig
-from leaderless.config.models import ModelConfig, OptimizerConfig, Whole
+from leaderless.config.models import ModelConfig, Offload, OptimizerConfig, Whole
 from leaderless.data.batch import Batch, Jagged
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.distributed.weights.blocks import HeldWeights, LocalWeight, Pool
 from leaderless.distributed.weights.route import WeightRoute
 from leaderless.distributed.weights.stream import fill_weights, send_weights
-from leaderless.models.causal_lm import TokenOutputs
+from leaderless.models.causal_lm import CausalLM, TokenOutputs
+from leaderless.models.divergence_scores import TeacherHead
 from leaderless.models.scoring import Entropy
 from leaderless.planner import Layout
 from leaderless.planner.engines import BACKEND_KEY, backend_of
@@ -87,12 +91,17 @@ class ShardingSetup:
         keeps: Parts of a divided model that each rank keeps whole; see `TrainingConfig.keep_whole`.
         compiles: Whether decoder layers are compiled; see `TrainingConfig.compile`.
         max_logits: Most logits that are computed at a time on an accelerator; see `CausalLM`.
+        offload_folder: Folder of files for what is offloaded to the disk; by default that of the system's temporary
+            files.
+        offload_frozen: Place of weights that are not trained while they are not used; see `TrainingConfig`.
     """
 
     donor: Trainable | None = None
     keeps: Whole = "nothing"
     compiles: Literal["auto"] | bool = False
     max_logits: int | None = None
+    offload_folder: Path = Path(tempfile.gettempdir())
+    offload_frozen: Offload = "none"
 
 
 @dataclass(frozen=True)
@@ -278,6 +287,65 @@ class AdaptedEngine(TrainEngine, Protocol):
 
     def base(self) -> TrainEngine:
         """The same model without its adapters, to score tokens; it shares all memory."""
+
+
+class ReadTeacher(NamedTuple):
+    """A teacher that has read a micro-batch.
+
+    Attributes:
+        head: Its head, with hidden states at the tokens that this rank computes.
+        places: Their numbers among the sampled tokens of the micro-batch.
+    """
+
+    head: TeacherHead
+    places: Tensor
+
+
+class PassByPassEngine(TrainEngine, Protocol):
+    """A language model in one process that is trained pass by pass, with other optimizer settings for each update.
+
+    Attributes:
+        model: The model, whose memory others may use.
+        device: Device that computes.
+    """
+
+    model: CausalLM
+    device: torch.device
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it computes with its weights as it holds them."""
+
+    def named_weights(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Trained weights by name."""
+
+    def begin_pass(self, *, is_last: bool) -> None:
+        """Begin a pass; gradients of ranks are added behind the last one."""
+
+    def end_passes(self, *, is_done: bool) -> None:
+        """End passes, all of which are done or given up."""
+
+    def change_optimizer(self, config: OptimizerConfig) -> None:
+        """Use other settings of the same type of optimizer from the next update on."""
+
+
+class DistillingEngine(TrainEngine, Protocol):
+    """An engine of a back end whose language models can learn the distributions of others, or be learned from."""
+
+    def likeliest_words(self, batch: Batch, how_many: int, temperature: float) -> Jagged:
+        """Likeliest words at each sampled token, [2, how_many + 1] float32 each; see `likeliest_words` of models."""
+
+    def teaching(self, micro_batch: MicroBatch) -> AbstractContextManager[ReadTeacher]:
+        """What this model finds at a micro-batch, for passes of a student on the same ranks while it lasts."""
+
+    def forward(
+        self,
+        micro_batch: MicroBatch,
+        entropy: Entropy = "value",
+        divergence: Divergence | None = None,
+        teacher: ReadTeacher | None = None,
+    ) -> TokenOutputs:
+        """Compute, with a divergence, also that from a teacher, or from the words that came with the micro-batch."""
 
 
 class ValueEngine(Trainable, Protocol):

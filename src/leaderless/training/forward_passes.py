@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -117,10 +117,13 @@ class BoundedPasses:
         return make_micro_batches(batch, bound, self._process_group, enough_tokens)
 
     @torch.no_grad()
-    def scores(self, batch: Batch, score: Callable[[MicroBatch], Tensor]) -> Jagged:
-        """A number for each sampled token of a batch, from a function that computes them for a micro-batch."""
+    def scores(self, batch: Batch, score: Callable[[MicroBatch], Tensor], shape: Sequence[int] = ()) -> Jagged:
+        """A number for each sampled token of a batch, from a function that computes them for a micro-batch.
+
+        With a shape, there are numbers of this shape for each token.
+        """
         lengths = response_lengths(batch.jagged("response_mask"))
-        values = torch.empty(int(lengths.sum()), device=self.device)
+        values = torch.empty(int(lengths.sum()), *shape, device=self.device)
         passes = self.passes(batch)
         for micro_batch in passes:
             with passes.memory():

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from leaderless.algorithms.divergences import Divergence
 from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.attention.blocks import Repeats
 from leaderless.models.attention.packed import Attention
+from leaderless.models.attention.recurrence_kernels import try_kernels
 from leaderless.models.attention.ring import RingParallel
-from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm
+from leaderless.models.causal_lm import CausalLM, HeadInputs, Question, TokenOutputs, empty_causal_lm
 from leaderless.models.compiled_layers import compile_layers, compiler_failure, why_not_compiled
 from leaderless.models.decoder import Decoder
+from leaderless.models.divergence_scores import Lesson, TeacherHead, TeacherWords
 from leaderless.models.fused_scores import compile_scores, scores_failure
 from leaderless.models.loading.sharded_loading import ShardedModelFiles, open_model
 from leaderless.models.lora.dropout import Dropout, DroppingAttention
@@ -36,11 +40,12 @@ from leaderless.models.vision.vision_models import VisionDecoder, VisionLM
 from leaderless.planner.checks.capabilities import check_divides, check_experts
 from leaderless.planner.graph.adapters import lora_of
 from leaderless.planner.layout import BACK, EXPERTS
-from leaderless.training.engine import EngineSetup, TrainEngine
+from leaderless.training.engine import EngineSetup, ReadTeacher, TrainEngine
 from leaderless.training.micro_batches import MicroBatch, token_keys
-from leaderless.training.sharded import ShardedModel, WeightSharding
+from leaderless.training.sharded import ShardedModel
+from leaderless.training.weight_sharding import WeightSharding
 
-OfTokens = TypeVar("OfTokens", Tensor, Support)
+OfTokens = TypeVar("OfTokens", Tensor, Support, TeacherWords)
 
 
 class FsdpEngine(ShardedModel[CausalLM]):
@@ -65,7 +70,41 @@ class FsdpEngine(ShardedModel[CausalLM]):
         """The same model with its adapters switched off while it scores."""
         return cast("TrainEngine", _Base(self))
 
-    def forward(self, micro_batch: MicroBatch, entropy: Entropy = "value") -> TokenOutputs:
+    def likeliest_words(self, batch: Batch, how_many: int, temperature: float) -> Jagged:
+        """Likeliest words at the sampled tokens, by passes in place of scores."""
+        question = Question(how_many, temperature)
+        return self.scores(batch, lambda one: cast("Tensor", self._ask(one, question)[0]), (2, how_many + 1))
+
+    @contextmanager
+    def teaching(self, micro_batch: MicroBatch) -> Iterator[ReadTeacher]:
+        """What this model finds at a micro-batch; its head stays gathered as long as this lasts."""
+        with self._weights_here():
+            with torch.no_grad():
+                found, places = self._ask(micro_batch, Question(None, 1.0))
+            assert isinstance(found, HeadInputs)
+            bias = found.bias if len(found.bias) else None
+            yield ReadTeacher(TeacherHead(found.hidden, found.weight, bias, self.model.logit_form), places)
+        self.end_passes(is_done=True)
+
+    def _ask(self, micro_batch: MicroBatch, question: Question) -> tuple[Tensor | HeadInputs, Tensor]:
+        """The answer of the model to a question about a micro-batch, and the tokens that this rank computes."""
+        part = _Part(self, micro_batch)
+        with one_copy(self.device):
+            targets = placed(_at_least_one(part.of(micro_batch.targets)), self.device)
+            inputs, images = part.inputs()
+        found: Tensor | HeadInputs = self.model(*inputs, targets, 1.0, "none", *images, question=question)
+        if self.routed is not None:
+            self.routed.end()
+        own = part.of(torch.arange(len(micro_batch.targets)))
+        return part.gather(found) if isinstance(found, Tensor) else found, own
+
+    def forward(
+        self,
+        micro_batch: MicroBatch,
+        entropy: Entropy = "value",
+        divergence: Divergence | None = None,
+        teacher: ReadTeacher | None = None,
+    ) -> TokenOutputs:
         """Score a micro-batch; the last stage of a pipeline computes the logits and sends the others its results."""
         if self.line is not None and not self.line.stages.is_last:
             log_probs, *others = self.line.results(micro_batch, self.hidden_states, 1 + (entropy != "none"))
@@ -77,11 +116,13 @@ class FsdpEngine(ShardedModel[CausalLM]):
                 temperature = placed(part.of(temperature), self.device)
             inputs, images = part.inputs()
         limits = {} if micro_batch.support is None else part.limits(micro_batch.support)
-        outputs: TokenOutputs = self.model(*inputs, targets, temperature, entropy, *images, **limits)
+        lesson = {} if divergence is None else {"lesson": Lesson(divergence, part.taught(teacher))}
+        outputs: TokenOutputs = self.model(*inputs, targets, temperature, entropy, *images, **limits, **lesson)
         if self.routed is not None:
             self.routed.end()
         entropies = outputs.entropies if entropy == "none" else part.gather(outputs.entropies)
-        found = TokenOutputs(part.gather(outputs.log_probs), entropies)
+        divergences = outputs.divergences if divergence is None else part.gather(outputs.divergences)
+        found = TokenOutputs(part.gather(outputs.log_probs), entropies, divergences)
         if self.line is not None:
             self.line.publish([found.log_probs] if entropy == "none" else [found.log_probs, found.entropies])
         return found
@@ -154,6 +195,21 @@ class _Part:
         """The support of this part's tokens, as an argument of a model; none without tokens."""
         own = self.of(support)
         return {"support": own} if len(own.sizes) else {}
+
+    def taught(self, teacher: ReadTeacher | None) -> TeacherWords | TeacherHead:
+        """The teacher of this part's tokens: one that has read them, or the words that came with the micro-batch."""
+        if teacher is not None:
+            if not torch.equal(teacher.places, self.of(torch.arange(len(self._micro_batch.targets)))):
+                raise RuntimeError(
+                    "along cp, ranks divide the tokens of the teacher otherwise than those of the student, as its "
+                    "heads of attention are not so many: set algorithm.distillation.top_k"
+                )
+            return teacher.head
+        words = self._micro_batch.teacher
+        if words is None or not len(self.of(words.sizes)):
+            none = torch.zeros(0)
+            return TeacherWords(none.long(), none, torch.zeros(1, dtype=torch.int64))
+        return self.of(words)
 
     def inputs(self) -> tuple[tuple[Tensor, Tensor, Attention, Tensor | Repeats], tuple[Pixels, ...]]:
         """Tokens, positions, attention and selected tokens of the part, and its images, all in one copy."""
@@ -253,6 +309,7 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
         )
     if layout.pp > 1:
         check_stages(model.model, opened.trial, layout.pp, key)
+    try_kernels(model.model, setup.device, getattr(torch, setup.model.compute_dtype))
     _divide(model, setup, key)
     why_not_compiled = _compile(model, setup, key)
     mesh = setup.weight_mesh() if layout.tp * layout.pp > 1 else None
@@ -268,7 +325,9 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
         setup.micro_batch_tokens,
         optimizer=setup.optimizer,
         num_updates=setup.num_updates,
-        division=WeightSharding(mesh, setup.sharding.keeps),
+        division=WeightSharding(
+            mesh, setup.sharding.keeps, setup.sharding.offload_folder, setup.sharding.offload_frozen
+        ),
     )
     engine.seed, engine.why_not_compiled = setup.seed, why_not_compiled
     if isinstance(model, CausalLM):

@@ -70,7 +70,7 @@ class ConvertedWeights:
     def _make(self) -> Iterator[_Slot]:
         """Convert all weights at once; those that modules share stay shared."""
         exact = self._kept.union(*(one.parameters() for one in self._exact))
-        weights = [one for one in self._module.parameters() if one not in exact]
+        weights = [one for one in self._module.parameters() if one.is_floating_point() and one not in exact]
         values = [torch.empty_like(one, dtype=self._dtype, requires_grad=False) for one in weights]
         torch._foreach_copy_(values, [one.detach() for one in weights])
         copies: dict[nn.Parameter, nn.Parameter] = {}

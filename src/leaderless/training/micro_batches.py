@@ -12,10 +12,20 @@ from leaderless.data.batch import Batch, Jagged, ragged_index
 from leaderless.data.prompts.images import PromptImage, unpack_images
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.attention.shared_prompts import Family
+from leaderless.models.divergence_scores import TeacherWords
 from leaderless.models.lora.dropout import key_of, mixed
 from leaderless.models.routers import UNKNOWN
 from leaderless.models.sampling_support import Support
-from leaderless.planner.workflow.columns import EXPERTS, IMAGES, LATER_IMAGES, SUPPORT, SUPPORT_SIZES
+from leaderless.planner.workflow.columns import (
+    EXPERTS,
+    IMAGES,
+    LATER_IMAGES,
+    SUPPORT,
+    SUPPORT_SIZES,
+    TEACHER_LOG_PROBS,
+    TEACHER_SIZES,
+    TEACHER_TOKENS,
+)
 
 SIDES = "sides"
 """Column of samples that are only used together with the other ones of their prompt, of which they are one side."""
@@ -78,6 +88,7 @@ class MicroBatch:
             where routers choose, and None if they always do.
         support: Words that the sampled tokens could be drawn as; None if they could all be any word.
         origins: Samples and prompts that the tokens are from; None without samples.
+        teacher: Likeliest words of a teacher at each sampled token; None without such columns.
     """
 
     tokens: Tensor
@@ -92,6 +103,7 @@ class MicroBatch:
     experts: Tensor | None = None
     support: Support | None = None
     origins: Origins | None = None
+    teacher: TeacherWords | None = None
 
     def origin_of(self, place: int) -> tuple[str, range]:
         """Sample or prompt that a token belongs to, and the places of all of its tokens; see `Origins.at`."""
@@ -157,6 +169,7 @@ class _Samples:
     later_images: Jagged | None  # bytes of what follows the prompt in each sample
     experts: Jagged | None  # of prompts and inputs, one token after the other
     support: Support | None  # of sampled tokens
+    teacher: TeacherWords | None  # of sampled tokens
     are_together: bool  # whether those of a prompt are only used together
 
     @classmethod
@@ -180,7 +193,12 @@ class _Samples:
         support = None
         if SUPPORT in batch:
             support = Support(batch.jagged(SUPPORT).values, batch.jagged(SUPPORT_SIZES).values.long())
-        optional = (temperatures, images, later_images, experts, support)
+        teacher = None
+        if TEACHER_TOKENS in batch:
+            names = TEACHER_TOKENS, TEACHER_LOG_PROBS, TEACHER_SIZES
+            words, scores, sizes = (batch.jagged(name).values for name in names)
+            teacher = TeacherWords(words, scores, sizes.long())
+        optional = (temperatures, images, later_images, experts, support, teacher)
         return cls(batch.ids, own, prompt_of_row, continuations, mask, inputs, counts, *optional, SIDES in batch)
 
 
@@ -295,6 +313,7 @@ def _pack(samples: _Samples, families: Sequence[_Siblings]) -> MicroBatch:
         experts=experts,
         support=None if samples.support is None else samples.support[response_index],
         origins=Origins(samples.ids[rows], sizes, before, after),
+        teacher=None if samples.teacher is None else samples.teacher[response_index],
     )
 
 

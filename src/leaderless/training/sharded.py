@@ -1,7 +1,7 @@
 """A model with its optimizer in fully sharded data parallelism (FSDP2); on one rank in float32, the plain module.
 
     rank             0               1          along `dp`, for one unit, such as a layer
-    weights      | rows 0 |      | rows 1 |     float32; the moments of the optimizer lie likewise
+    weights      | rows 0 |      | rows 1 |     float32; what the optimizer keeps lies likewise
                       |   gather    |           when a pass comes to the unit, in `compute_dtype`
     pass        | rows 0, 1 |   | rows 0, 1 |   each rank with samples of its own
                       |    sum      |           in float32, and each rank keeps its rows
@@ -12,10 +12,11 @@ Gradients are summed, and each rank updates the rows that it holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,69 +26,56 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from typing_extensions import override
 
 from leaderless.base.devices import trim_host_memory
-from leaderless.config.models import ModelConfig, OptimizerConfig, Whole
+from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.distributed.transport import ProcessGroup
-from leaderless.distributed.weights.blocks import HeldWeights, LocalWeight, Placement, Pool, everything, shard_rows
+from leaderless.distributed.weights.blocks import (
+    HeldWeights,
+    LocalWeight,
+    Placement,
+    Pool,
+    everything,
+    part_of,
+    shard_rows,
+)
 from leaderless.distributed.weights.route import WeightRoute
 from leaderless.distributed.weights.stream import receive_weights
 from leaderless.distributed.weights.tensor_parallel import tensor_rows
 from leaderless.models.decoder import Shardable
+from leaderless.models.gradient_checkpointing import offload_inputs
+from leaderless.models.input_memory import input_memory
 from leaderless.models.lora.expert_lora import LoraExperts, adapted_experts
 from leaderless.models.lora.linear import adapted_layers, describe_adapters, is_adapter, merged
+from leaderless.models.lora.nf4 import as_numbers, pack_layers, packed_weights
 from leaderless.models.parallel.context import ContextParallel
 from leaderless.models.routers import Routers
 from leaderless.models.value_model import ValueModel
 from leaderless.planner import Layout
 from leaderless.planner.graph.adapters import EXPERT_WEIGHTS, lora_of
 from leaderless.planner.layout import COPIES
+from leaderless.planner.memory.layers import FIRST
 from leaderless.training.engine import UpdateInfo
 from leaderless.training.forward_passes import BoundedPasses
 from leaderless.training.half_precision import ConvertedWeights, convert_inputs
 from leaderless.training.micro_batches import MicroBatch
-from leaderless.training.optimizer import learning_rate_at, make_optimizer, may_be_fused
+from leaderless.training.optimizers.adamw import may_be_fused
+from leaderless.training.optimizers.make_optimizer import make_optimizer
+from leaderless.training.optimizers.muon import whole_matrices
+from leaderless.training.optimizers.optimizer import Optimizer, TrainedWeight, learning_rate_at
 from leaderless.training.pipeline import StageQueue
 from leaderless.training.routed_experts import RoutedPasses
+from leaderless.training.sleeping_weights import SleepingWeights
+from leaderless.training.weight_sharding import WeightSharding, forget_order
 
 Model_co = TypeVar("Model_co", bound=Shardable, covariant=True)
-
-
-def forget_order(units: Iterable[FSDPModule]) -> None:
-    """Forget the order in which passes without a gradient went through units.
-
-    Torch appends each unit of each pass to lists, and clears them in a backward pass, which a frozen model has none of.
-    Their names are not public: where they are others, they are left alone.
-    """
-    for unit in units:
-        state = getattr(unit, "_get_fsdp_state", lambda: None)()
-        for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
-            order = getattr(getattr(group, "comm_ctx", None), "post_forward_order", None)
-            indices = getattr(group, "_post_forward_indices", None)
-            if isinstance(order, list) and isinstance(indices, list):
-                order.clear()
-                indices.clear()
-
-
-class WeightSharding(NamedTuple):
-    """How ranks divide weights.
-
-    Attributes:
-        mesh: Ranks; by default all of the process group, along `dp`. Weights are divided along the axis `dp` and are
-            the same along others, except that weights of a divided model have parts along `tp`, and divided experts a
-            mesh of their own.
-        keeps: Parts that each rank keeps whole; see `TrainingConfig.keep_whole`.
-    """
-
-    mesh: DeviceMesh | None = None
-    keeps: Whole = "nothing"
 
 
 class ShardedModel(BoundedPasses, Generic[Model_co]):
     """A model whose weights are sharded over the ranks of a layout, to be trained and scored.
 
-    Master weights, gradients and optimizer are float32 and sharded over the ranks of the layout; layers are gathered
-    one by one as they compute, in the model's `compute_dtype`. Gradients are summed over ranks and never averaged: the
-    denominators are in the loss.
+    Master weights and gradients are float32, and sharded with the optimizer over the ranks of the layout; layers are
+    gathered one by one as they compute, in the model's `compute_dtype`. Gradients are summed over ranks and never
+    averaged: the denominators are in the loss.
 
     Attributes:
         seed: Seed of the run, for the dropout of adapters.
@@ -124,6 +112,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         self.seed, self.dropout = 0, 0.0 if lora is None else lora.dropout
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype)
         self.model = model
+        pack_layers(model)
         model.eval()
         self.policy_version = 0
         self._optimizer_config, self._num_updates = optimizer, num_updates
@@ -132,7 +121,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         for name, parameter in model.trained_weights():
             parameter.requires_grad_(optimizer is not None and not model.is_frozen(name))
         self.units: list[FSDPModule] = []
-        mesh, self._keeps = division
+        mesh, self._keeps, self._offload_folder, offload_frozen = division
         self.is_replica, self._num_shards = False, 1
         self._tensor, self._experts, self._mesh = model.tensor_parallel, model.expert_parallel, mesh
         tensor = self._tensor
@@ -160,11 +149,26 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         num_alike = 1 if tensor is None else tensor.peers.size
         routers = model.routers or Routers.of(self.model)
         self.routed = None if routers is None else RoutedPasses(routers, process_group, device, num_alike)
-        self._optimizer = None
-        if optimizer:
-            # Only now: `fully_shard` and `complete` put other parameters in place of those that the model had.
-            is_fused = may_be_fused(device, process_group)
-            self._optimizer = make_optimizer(self.model.parameters(), optimizer, is_fused=is_fused)
+        # Only now: `fully_shard` and `complete` put other parameters in place of those that the model had.
+        self._optimizer = self._make_optimizer(optimizer) if optimizer else None
+        if optimizer and config.offload_activations:
+            offload_inputs(model, input_memory(device, self._offload_folder))
+        self._sleeping: SleepingWeights | None = None
+        if optimizer is None and offload_frozen != "none":
+            self._sleeping = SleepingWeights(model, device, offload_frozen, self._offload_folder)
+
+    def _make_optimizer(self, config: OptimizerConfig) -> Optimizer:
+        """Make an optimizer of the weights that this rank holds a part of."""
+        shapes, words = self.weight_shapes(), self.model.shared_words
+        # Both stages that have the words change them alike, and so under one name.
+        first = next((name for name in shapes if FIRST in name.split(".")), "")
+        named = ((first if one is words else name, one) for name, one in self.model.trained_weights())
+        trained = [TrainedWeight(*one, self._whole) for one in named]
+        is_fused, dtype = may_be_fused(self.device, self._process_group), self.compute_dtype
+        matrices = whole_matrices(shapes, self._pool(), self._process_group)
+        return make_optimizer(
+            trained, config, is_fused=is_fused, matrices=matrices, dtype=dtype, folder=self._offload_folder
+        )
 
     def divide_passes(self, peers: ContextParallel) -> None:
         """Let peers divide the tokens of each pass, so that together they take as many times more."""
@@ -255,16 +259,23 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         if self.line is not None and is_done:
             self.line.finish()
 
-    def scores(self, batch: Batch, score: Callable[[MicroBatch], Tensor]) -> Jagged:
+    def scores(self, batch: Batch, score: Callable[[MicroBatch], Tensor], shape: Sequence[int] = ()) -> Jagged:
         """A number for each sampled token of a batch, from a function that computes them for a micro-batch."""
-        scores = super().scores(batch, score)
-        if self.units:
-            # FSDP keeps the root, or all units, gathered after a forward pass, for a backward pass that does not come.
-            for unit in self.units[-1:] if self._keeps == "nothing" else self.units:
-                unit.reshard()
-            forget_order(self.units)
-            self._trim_memory()
-        return scores
+        with self._weights_here():
+            return super().scores(batch, score, shape)
+
+    @contextmanager
+    def _weights_here(self) -> Iterator[None]:
+        """Have the weights here for forward passes that no backward pass follows."""
+        with nullcontext() if self._sleeping is None else self._sleeping.awake():
+            yield
+            if self.units:
+                # FSDP keeps the root, or all units, gathered after a forward pass, for a backward pass that does not
+                # come.
+                for unit in self.units[-1:] if self._keeps == "nothing" else self.units:
+                    unit.reshard()
+                forget_order(self.units)
+                self._trim_memory()
 
     def discard_gradient(self) -> None:
         """Discard the gradient, and the memory that it has taken."""
@@ -277,6 +288,11 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         if has_gradient:
             self._trim_memory()
 
+    def change_optimizer(self, config: OptimizerConfig) -> None:
+        """Use other settings of the same type of optimizer from the next update on."""
+        assert self._optimizer is not None
+        self._optimizer_config = self._optimizer.config = config
+
     def optimizer_step(self, allow: Callable[[float], bool] | None = None) -> UpdateInfo:
         """Clip the gradient over all shards, step the optimizer and clear the gradient."""
         assert self._optimizer is not None
@@ -288,9 +304,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         if not self.is_allowed(grad_norm, self.policy_version, allow):
             self.discard_gradient()
             return UpdateInfo(grad_norm, learning_rate, is_made=False)
-        for parameters in self._optimizer.param_groups:
-            parameters["lr"] = learning_rate
-        self._optimizer.step()
+        self._optimizer.step(learning_rate)
         # Gradients take as much memory as the weights, which others need until the next update.
         self.discard_gradient()
         self.policy_version += 1
@@ -354,7 +368,15 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every trained weight, whole, gathered from all shards one at a time."""
-        held = HeldWeights.of(self.local_weights(), self.policy_version)
+        held, holders = HeldWeights.of(self.local_weights(), self.policy_version), self._pool()
+        pools = holders, Pool(holders.layout, everything)
+        route = WeightRoute(
+            "whole weights", held.shapes, *pools, torch.float32, self._process_group.rank, is_gathered=True
+        )
+        yield from receive_weights(route, self._process_group, self._process_group, held)
+
+    def _pool(self) -> Pool:
+        """The ranks, and the part of each weight that each of them has."""
         ranks = self._process_group.ranks
         layout = Layout(ranks, self._num_shards, tp=len(ranks) // self._num_shards)
         placement: Placement = shard_rows if self._tensor is None else tensor_rows
@@ -362,11 +384,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             layout, placement = replace(layout, ep=self._experts.peers.size), tensor_rows
         if self.line is not None:
             layout, placement = self.line.stages.layout, self.line.stages.placement()
-        pools = Pool(layout, placement), Pool(layout, everything)
-        route = WeightRoute(
-            "whole weights", held.shapes, *pools, torch.float32, self._process_group.rank, is_gathered=True
-        )
-        yield from receive_weights(route, self._process_group, self._process_group, held)
+        return Pool(layout, placement)
 
     def local_weights(self) -> Iterator[LocalWeight]:
         """This rank's shards; of other stages' weights, empty ones."""
@@ -387,12 +405,13 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         modules = [module for _, module in adapted_experts(self.model)]
         experts = {id(module.weight(name)): (module, name) for module in modules for name in EXPERT_WEIGHTS}
         here = {name: one for name, one in self.model.model.named_parameters() if not is_adapter(name)}
-        elsewhere = {} if self.line is None else self.line.stages.base_shapes
+        blocks, elsewhere = packed_weights(self.model.model), {} if self.line is None else self.line.stages.base_shapes
         for name in elsewhere or here:
             if (weight := here.get(name)) is None:
                 yield LocalWeight.nothing(name, tuple(elsewhere[name]), self.device)
                 continue
-            own = LocalWeight.of(name, self._whole(name, weight))
+            numbers = as_numbers(weight, blocks[name], has_values=True) if name in blocks else weight
+            own = LocalWeight.of(name, self._whole(name, numbers))
             if (layer := layers.get(id(weight))) is not None:
                 matrix_a, rows_b = _gathered(layer.lora_A), LocalWeight.of("", layer.lora_B).local
                 own = replace(own, local=merged(layer, own.local, matrix_a, rows_b))
@@ -421,18 +440,17 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         return {name: self._whole(name, parameter).shape for name, parameter in self.named_weights()}
 
     def _whole(self, name: str, value: Tensor) -> Tensor:
-        """A weight, or what the optimizer keeps of it, as a part of the whole."""
+        """A weight, or what the optimizer keeps of it, as a part of the whole; see `Optimizer.states`."""
         if self._experts is not None and name in self._experts.shapes:
             return self._experts.whole(name, _local(value.detach()))
         if self._tensor is None:
             return value
         assert self._mesh is not None
         dim, shape = self._tensor.dim_of(name), self._tensor.shapes[name]
+        parts = self._tensor.peers.size if dim == len(shape) - 1 else 1
+        shape = torch.Size((*shape[:-1], value.shape[-1] * parts))
         along = [Replicate() if dim is None else Shard(dim), Shard(0)]
-        strides = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            _local(value.detach()), self._mesh, along, run_check=False, shape=shape, stride=strides
-        )
+        return part_of(_local(value.detach()), self._mesh, along, shape)
 
     def write_description(self, folder: Path) -> None:
         """Write `config.json` and its like, and the description of adapters if there are any."""
@@ -441,29 +459,15 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             describe_adapters(folder, self.weight_shapes(), self._config)
 
     def state(self) -> dict[str, Tensor]:
-        """Sharded weights and moments of Adam, the very tensors that training changes."""
+        """Sharded weights and what the optimizer keeps, the very tensors that training changes."""
         state: dict[str, Tensor] = {}
         for name, parameter in self.named_weights():
             state[f"weights.{name}"] = self._whole(name, parameter.detach())
             if self._optimizer is None or not parameter.requires_grad:
                 continue
-            moments = self._moments(parameter)
-            state[f"optimizer.exp_avg.{name}"] = self._whole(name, moments["exp_avg"])
-            state[f"optimizer.exp_avg_sq.{name}"] = self._whole(name, moments["exp_avg_sq"])
+            for kind, kept in self._optimizer.states(parameter).items():
+                state[f"optimizer.{kind}.{name}"] = self._whole(name, kept)
         return state
-
-    def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Moments of a weight in the optimizer; made now if the weight has not been updated yet."""
-        assert self._optimizer is not None
-        moments: dict[str, Tensor] = self._optimizer.state[parameter]
-        # A checkpoint is loaded into these tensors, and must find them before the first update, too.
-        if not moments:
-            # Only a fused step counts on the device: others would wait for each number.
-            place = self.device if self._optimizer.defaults["fused"] else "cpu"
-            moments["step"] = torch.zeros((), device=place)
-            moments["exp_avg"] = torch.zeros_like(parameter)
-            moments["exp_avg_sq"] = torch.zeros_like(parameter)
-        return moments
 
     def state_loaded(self, policy_version: int) -> None:
         """Take over written tensors and their version. All ranks call it together, as some stages share the words."""
@@ -474,15 +478,14 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         if (words := self.model.shared_words) is not None:
             tensors = [words.detach()]
             if self._optimizer is not None and words.requires_grad:
-                tensors += [self._moments(words)[name] for name in ("exp_avg", "exp_avg_sq")]
+                tensors += self._optimizer.states(words).values()
             for own in map(_local, tensors):
-                found = self._line.exchange(own)
+                found = self._line.exchange(own.to(self.device))  # from the host, if states are there
                 if not self._line.stages.is_first:
                     own.copy_(found)
         # The number of steps is in no checkpoint of the optimizer: it is the policy version.
         if self._optimizer is not None:
-            for moments in self._optimizer.state.values():
-                moments["step"].fill_(float(policy_version))
+            self._optimizer.resume(policy_version)
 
 
 def _local(value: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from leaderless.distributed.transport import ProcessGroup, Transport
+from leaderless.distributed.weights.sent import Traffic
 from leaderless.observability.clock import PREFIX, Clock, State, seconds_name
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.metrics import Metrics
@@ -146,6 +147,21 @@ def state_of(action: Action, plan: Plan, rank: int) -> State:
             return "wait_weights"
         case _:
             return "move"
+
+
+def sync_of(action: Action, plan: Plan) -> SyncWeights | None:
+    """The weights that an entry sends at once or puts into a channel, if it does."""
+    if isinstance(action, Push):
+        return plan.channel(action.channel).sync
+    return action if isinstance(action, SyncWeights) else None
+
+
+def report_traffic(sync: SyncWeights, traffic: Traffic, metrics: Metrics) -> None:
+    """Report what a rank has sent of new weights."""
+    metrics.total(f"sent/bytes/{sync}", traffic.num_bytes)
+    metrics.total(f"sent/whole_bytes/{sync}", traffic.whole_bytes)
+    metrics.mean(f"sent/changed/{sync}", traffic.num_changed, traffic.num_compared)
+    metrics.max(f"sent/seconds/{sync}", traffic.seconds)
 
 
 def pools_of(plan: Plan, ranks: Sequence[int]) -> dict[tuple[int, ...], str]:

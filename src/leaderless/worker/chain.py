@@ -39,7 +39,7 @@ from leaderless.stages.context import Grader, ModelRole, StageContext, UpdateGat
 from leaderless.stages.episodes import count_failures
 from leaderless.training.engine import ValueEngine
 from leaderless.training.micro_batches import response_lengths
-from leaderless.worker.agreement import SecondsReport, StepMetrics, state_of
+from leaderless.worker.agreement import SecondsReport, StepMetrics, report_traffic, state_of, sync_of
 from leaderless.worker.asynchronous.channels import Channels, Note
 from leaderless.worker.asynchronous.generation import Generation
 from leaderless.worker.build.parts import Parts, Progress
@@ -156,6 +156,9 @@ class Chain:
                 metrics = self.metrics.of(action.layout.ranks)
                 for name, value in self.loaders[action].numbers().items():
                     metrics.mean(name, value, 1)
+            if (sync := sync_of(action, self._parts.plan)) is not None:
+                metrics = self.metrics.of(self._parts.plan.ranks_of(action))
+                report_traffic(sync, self._parts.roles.traffic(sync), metrics)
         self._seconds.add_to(self.metrics.of(self._parts.plan.loop_of(self._rank).ranks))
 
     def _walk(self, actions: Sequence[Action]) -> None:

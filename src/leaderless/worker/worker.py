@@ -226,7 +226,7 @@ class Worker:
         with self.parts.clock.doing("log"):
             self.chain.report()
         with self.parts.clock.doing("wait_ranks"):
-            judge = partial(self.guards.judge_rewards, self.progress.step)
+            judge = partial(self.guards.judge, self.progress.step)
             numbers, events = self.chain.metrics.take().reduce(judge, self.parts.transport.process_group)
             self.chain.events += events
         if "throughput/tokens" in numbers:

@@ -20,7 +20,7 @@ from leaderless.algorithms.catalogue import entries
 from leaderless.config import Recipe, RecipeError, load_recipe
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.workflow import resolve_workflow, spec_of
-from leaderless.planner.workflow.metrics import METRICS
+from leaderless.observability.known_metrics import METRICS
 from leaderless.planner.workflow.stage_spec import names_for
 
 def refusal(*overrides):
@@ -88,8 +88,8 @@ def test_what_it_reads_and_reports_is_planned(found):
     assert "rewards" in found["reads"][1]
     assert {"harmonic/baseline", "policy/root"} <= {*found["metrics"]}
     assert found["meanings"] == [
-        ["mean baseline", "`algorithm.advantage.type` set to `harmonic`"],
-        ["mean root of the ratio", "`algorithm.policy_loss.type` set to `root`"],
+        ["mean baseline", "`algorithm.advantage.type` set to `harmonic`", False],
+        ["mean root of the ratio", "`algorithm.policy_loss.type` set to `root`", False],
     ]
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
@@ -15,11 +17,13 @@ from torch import Tensor
 
 from leaderless.data.buffer.databuffer import Databuffer
 from leaderless.distributed.activity import Activity
+from leaderless.distributed.background import Background
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.observability.clock import Tracer
 from leaderless.planner import Channel, Layout, SyncWeights
 from leaderless.worker.asynchronous.channels import Channels, Inbox, Note, Outbox
 from leaderless.worker.build.parts import Parts, Progress
+from leaderless.worker.chain import Chain
 
 
 @dataclass
@@ -99,6 +103,35 @@ def test_as_many_iterations_are_in_flight_as_the_capacity_says(capacity: int) ->
     box.post(capacity, send(capacity))
     box.finish()
     assert sent == list(range(capacity + 1))
+
+
+def test_what_is_sent_is_gone_when_there_is_room_again() -> None:
+    weights, taken, left, lane = torch.zeros(8), threading.Event(), list[Tensor | None](), Background("lane")
+    copy = weakref.ref(weights)
+    sent = lane.run(partial(lambda _, taken: taken.wait(10), weights, taken))
+    sent.add_done_callback(lambda _: left.append(copy()))  # in the thread, before anyone else learns of it
+    del weights
+    assert copy() is not None, "it waits to be sent"
+    taken.set()
+    lane.close()
+    assert left == [None], "the plan of a rank that trains does not count it"
+
+
+def test_an_iteration_begins_when_there_is_room_for_what_it_sends() -> None:
+    chain, order = object.__new__(Chain), list[str]()
+    made = {
+        "_parts": SimpleNamespace(plan=SimpleNamespace(channels=["weights"])),
+        "_entries": (),
+        "_arrivals": (),
+        "_walk": lambda _: order.append("entries"),
+        "events": [],
+        "generation": None,
+        "buffer": SimpleNamespace(clear=lambda: None),
+        "channels": SimpleNamespace(make_room=lambda: order.append("room")),
+    }
+    vars(chain).update(made)
+    chain.walk()
+    assert order == ["room", "entries"]
 
 
 def test_posts_of_one_iteration_take_the_room_of_one() -> None:

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leaderless.distributed.remote.child_server import ChildServer, EngineError
+from leaderless.distributed.remote.child_server import ChildServer
 from leaderless.distributed.remote.messages import SharedMemory
+from leaderless.distributed.remote.server_calls import EngineError
 from leaderless.distributed.weights import buckets
 from leaderless.distributed.weights.buckets import (
     HostStaging,

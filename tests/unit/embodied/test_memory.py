@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ from leaderless.planner.memory.fit import fit_plan
 from leaderless.planner.plan import Plan
 from leaderless.planner.workflow import resolve_workflow
 
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao, of the extra adamw-8bit, is missing")
 TABLE = BodyConfig(type="table")
 CPU = torch.device("cpu")
 
@@ -87,12 +89,22 @@ def test_an_update_of_critics_without_numbers_holds_what_a_real_one_holds(
         measure_learner(model_of("cnn", tmp_path), "models.policy", TABLE, sac)
 
 
-def test_what_learns_by_sac_is_all_that_is_saved(tmp_path: Path) -> None:
+OPTIMIZERS: list[dict[str, object]] = [
+    {},
+    {"state_dtype": "bfloat16"},
+    {"type": "sgd", "learning_rate": 0.1},
+    {"type": "sgd", "learning_rate": 0.1, "momentum": 0.0},
+]
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, pytest.param({"type": "adamw_8bit"}, marks=needs_torchao)], ids=str)
+def test_what_learns_by_sac_is_all_that_is_saved(tmp_path: Path, optimizer: dict[str, object]) -> None:
     """Weights, critics, slow critics and moments are those of a learner, whole on every rank."""
     changes = {
         "workflow": "sac",
-        "models": {"policy": {"body": {"type": "squashed", "options": {"chunk": 2, "hidden_size": 32}}}},
-        "algorithm": {"sac": {"num_heads": 4, "hidden_size": 32}},
+        "models": {"policy": {"body": {"type": "squashed", "options": {"chunk": 2, "hidden_size": 256}}}},
+        "algorithm": {"sac": {"num_heads": 4, "hidden_size": 256}},
+        "optimizer": optimizer,
         "batch": {"prompts_per_step": 4, "responses_per_prompt": 1},
         "checkpoint": {"every_steps": 1},
     }
@@ -100,14 +112,17 @@ def test_what_learns_by_sac_is_all_that_is_saved(tmp_path: Path) -> None:
     assert recipe.algorithm.sac is not None
     policy = model_for(recipe.models["policy"], "models.policy", Line(1).spaces, is_critic=False)
     assert isinstance(policy, Squashed)
-    learner = SacLearner(policy, recipe.algorithm.sac, OptimizerConfig())
-    saved = 4 * sum(one.numel() for one in [*learner.state().values(), *policy.parameters()])
+    learner = SacLearner(policy, recipe.algorithm.sac, recipe.optimizer)
+    of_temperature = [one for name, one in learner.state().items() if name.endswith("log_temperature")]
+    assert len(of_temperature) == 1 + len(learner._optimizers["temperature"].states(learner.log_temperature))
+    tensors = [*learner.state().values(), *policy.parameters()]
+    saved = sum(one.numel() * one.itemsize for one in tensors)
     for num_ranks in (1, 2):
         memory = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(num_ranks)).memory
         assert memory is not None
         parts = memory.cpu.resident
         held = sum(parts[f"policy {kind}"] for kind in ("weights", "optimizer", "critics"))
-        assert saved - 3 * 4 == held, "all but the temperature"
+        assert saved - sum(one.itemsize for one in of_temperature) == held, "all but the temperature"
         assert parts["checkpoint copy"] == held
         assert "policy scores" not in memory.cpu.phases
     larger = body_recipe(tmp_path, **{**changes, "algorithm.sac.batch_size": 1024})  # type: ignore[arg-type]
@@ -171,6 +186,11 @@ def test_what_is_expected_grows_with_what_a_recipe_keeps(tmp_path: Path) -> None
     wide = parts(**{"models.policy": {"body": {"type": "mlp", "options": {"hidden_size": 512}}}})
     assert wide["policy optimizer"] == 2 * wide["policy weights"] == 2 * wide["gradients"]
     assert wide["policy weights"] > few["policy weights"]
+
+
+def test_which_matrices_of_a_body_are_hidden_is_not_known(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="is 'muon', which is for the matrices of layers that read text"):
+        plan_of(body_recipe(tmp_path, optimizer={"type": "muon"}))
 
 
 def test_a_shortage_names_what_to_lower(tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ def test_an_update_is_that_of_a_loop(tmp_path: Path, is_entropy_valued: bool) ->
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_a_step_is_one_kernel_where_all_devices_have_it(is_fused: bool) -> None:
     learner = SacLearner(policy_of(), SMALL, OptimizerConfig(), is_fused=is_fused)
-    assert {one.defaults["fused"] for one in learner._optimizers.values()} == {is_fused}
+    assert {one._is_fused for one in learner._optimizers.values()} == {is_fused}
 
 
 @pytest.mark.parametrize("most", [0.01, 1e6])
@@ -261,10 +261,10 @@ def test_gradients_are_clipped(tmp_path: Path, most: float, monkeypatch: pytest.
     learner, norms = SacLearner(policy_of(), SMALL, optimizer, seed=3), list[float]()
     step = learner._optimizers["critics"].step
 
-    def note() -> None:
+    def note(learning_rate: float) -> None:
         grads = [one.grad for one in learner.critics.parameters() if one.grad is not None]
         norms.append(float(torch.cat([one.flatten() for one in grads]).norm()))
-        step()
+        step(learning_rate)
 
     monkeypatch.setattr(learner._optimizers["critics"], "step", note)
     learner.update(memory_of(tmp_path, decisions(0)).draw)
@@ -328,14 +328,23 @@ def test_episodes_become_transitions_as_in_a_loop() -> None:
     assert found.intervened.sum() == 1
 
 
-def test_a_learner_continues_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        OptimizerConfig(learning_rate=3e-3),
+        OptimizerConfig(learning_rate=3e-3, state_dtype="bfloat16"),
+        OptimizerConfig(type="sgd", learning_rate=3e-3, momentum=0.5),
+    ],
+    ids=lambda one: f"{one.type}-{one.state_dtype}",
+)
+def test_a_learner_continues_from_a_checkpoint_bit_for_bit(tmp_path: Path, optimizer: OptimizerConfig) -> None:
     memory = memory_of(tmp_path, decisions(0))
-    learner = learner_of()
+    learner = SacLearner(policy_of(), SMALL, optimizer, seed=3)
     learner.update(memory.draw)
     kept = {name: one.clone() for name, one in learner.state().items()}
     weights = {name: one.detach().clone() for name, one in learner.policy.named_parameters()}
     expected = [learner.update(memory.draw) for _ in range(2)]
-    again = learner_of()
+    again = SacLearner(policy_of(), SMALL, optimizer, seed=3)
     for name, one in again.state().items():
         one.copy_(kept[name])
     for name, one in again.policy.named_parameters():

@@ -49,9 +49,9 @@ def test_each_episode_has_a_process_of_its_own_that_ends_with_it() -> None:
 
 
 FAILURES = {
-    "crash": ("crash", "the environment's process has ended with the signal SIGSEGV during 'act'"),
-    "exit": ("crash", "the environment's process has ended with exit code 7 during 'act'"),
-    "hang": ("timeout", "Wild.act has not answered within 2 s"),
+    "crash": ("environment", "the environment's process has ended with the signal SIGSEGV during 'act'"),
+    "exit": ("environment", "the environment's process has ended with exit code 7 during 'act'"),
+    "hang": ("deadline", "Wild.act has not answered within 2 s"),
     "set": ("environment", "what 'act' returned cannot be sent to the player"),
 }
 
@@ -72,7 +72,7 @@ def test_a_copy_that_an_environment_forks_does_not_answer() -> None:
 def test_a_process_that_does_not_even_report_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "GRACE_S", -1.0)
     (episode,) = play("hang")
-    assert episode.cause == "timeout"
+    assert episode.cause == "deadline"
     assert "process has not answered 'act' within 1 s, and was ended" in episode.error
 
 

@@ -133,10 +133,13 @@ def test_replies_have_what_was_asked_for() -> None:
         ({"temperature": 0.7}, "temperature=0.7 differs from the recipe's 1, .*set rollout.temperature"),
         ({"top_p": 0.9}, "top_p=0.9 differs from the recipe's 1, .*set rollout.top_p"),
         ({"seed": 3}, "seed=3 differs from the recipe's 5"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"presence_penalty": 1.0}, "presence_penalty=1.0 is not supported"),
-        ({"messages": []}, "messages must end with a message of another role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "list of parts of type 'text'"),
+        ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice must be auto or none"),
+        ({"presence_penalty": 1.0}, "presence_penalty is not supported here: .*another distribution"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported here"),
+        ({"logprobs": True, "top_logprobs": 1}, "top_logprobs is not supported here: .*sampled token only"),
+        ({"messages": []}, "messages=.*at least 1 item"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "messages must end with a message of another role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "list of parts of type text or image"),
     ],
 )
 def test_what_would_change_the_numbers_is_refused_with_the_remedy(fields: dict[str, object], words: str) -> None:
@@ -271,16 +274,16 @@ def test_a_reward_may_be_posted() -> None:
 @pytest.mark.parametrize(
     ("script", "cause", "words"),
     [
-        ("echo lost >&2; exit 3", "crash", "ended with exit code 3: .*lost"),
-        ("kill -9 $$", "crash", "the signal SIGKILL"),
-        ("sleep 1000", "timeout", "for 1 s: raise environment.act_timeout_s"),
+        ("echo lost >&2; exit 3", "environment", "ended with exit code 3: .*lost"),
+        ("kill -9 $$", "infrastructure", "the signal SIGKILL"),
+        ("sleep 1000", "deadline", "for 1 s: raise environment.act_timeout_s"),
         ("echo fine", "environment", "gave no reward; its last line is 'fine'"),
         ("echo '{\"reward\": true}'", "environment", "gave the reward True: it must be a finite number"),
     ],
 )
 def test_a_script_that_fails_is_counted_by_cause(script: str, cause: str, words: str) -> None:
     episode = run_script(
-        f"ask chat/completions '{QUESTION}' > /dev/null\n{script}", act_timeout_s=1 if cause == "timeout" else 30
+        f"ask chat/completions '{QUESTION}' > /dev/null\n{script}", act_timeout_s=1 if cause == "deadline" else 30
     )
     assert episode.cause == cause
     assert re.search(words, episode.error, re.DOTALL), episode.error
@@ -322,7 +325,7 @@ def test_nothing_that_a_command_has_started_is_left() -> None:
     assert time.monotonic() - begin < 5
     assert not is_running("sleep", "4711")
     episode = run_script("sleep 4711 & wait", act_timeout_s=0.3)
-    assert episode.cause == "timeout"
+    assert episode.cause == "deadline"
     assert not is_running("sleep", "4711")
 
 
@@ -384,6 +387,6 @@ def test_a_confined_command_reaches_the_policy_and_nothing_else(tmp_path: Path) 
     assert not is_running("sleep", "4712")
     options = {"command": [sys.executable, "-c", "import time; time.sleep(4713)"], "confine": True}
     (episode,), _ = lead(type="command", options=options, act_timeout_s=0.5)
-    assert episode.cause == "timeout"
+    assert episode.cause == "deadline"
     assert not is_running("-c", "import time; time.sleep(4713)")
     other.close()

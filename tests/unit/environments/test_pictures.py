@@ -180,7 +180,7 @@ def test_an_episode_that_is_too_long_ends_before_the_picture_that_does_not_fit()
             short = played(Album, [{"seed": 0}], siblings=1, longest_prompt=limit - 1, max_episode_tokens=1)
             (episode,), ((tokens, seen, places),) = short.episodes, texts_of(short.samples())
             if not number:
-                assert (episode.cause, seen, places) == ("overflow", [], []), "nothing can be said"
+                assert (episode.cause, seen, places) == ("environment", [], []), "nothing can be said"
                 continue
             assert episode.is_cut
             assert len(tokens) <= limit < len(whole)

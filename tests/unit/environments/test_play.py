@@ -156,7 +156,7 @@ def test_metrics_are_means_over_whole_episodes() -> None:
     metrics = Metrics()
     played("ab", Always).report(metrics, 2, 1.0)
     numbers = metrics.reduce(ProcessGroup((0,), 0))
-    assert numbers["episode/failed"] == numbers["episode/failed_environment"] == 4.0
+    assert (numbers["episode/failed"], numbers["failure/environment"]) == (4.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ class Bad(Count):
 FAILURES = {
     "raises": ("environment", "Bad.act raised KeyError: 'lost'"),
     "gives up": ("environment", "Bad.act gave up: the site is down"),
-    "hangs": ("timeout", "Bad.act has not answered within 1 s: raise environment.act_timeout_s"),
+    "hangs": ("deadline", "Bad.act has not answered within 1 s: raise environment.act_timeout_s"),
     "none": ("environment", "Bad.act returned NoneType: it must return a Turn"),
     "nan": ("environment", "Bad.act returned the reward nan: it must be a finite number"),
     "huge": ("environment", "it must be a finite number"),
@@ -180,7 +180,7 @@ def test_what_goes_on_after_it_was_canceled_is_left_behind(monkeypatch: pytest.M
     texts = ("act", "act for a while", "close", "fine")
     episodes, _ = play(engine, Stubborn, PLAIN, [{"text": text} for text in texts], act_timeout_s=0.5)
     assert time.monotonic() - begin < 20
-    assert [episode.cause for episode in episodes] == ["timeout", "timeout", "", ""]
+    assert [episode.cause for episode in episodes] == ["deadline", "deadline", "", ""]
     for episode in episodes[:2]:
         assert episode.error.startswith("Stubborn.act goes on 0.3 s after its time limit, although it was canceled")
     assert [len(episode.trace.said()) for episode in episodes] == [1, 1, 3, 3]
@@ -198,7 +198,7 @@ def test_a_constructor_has_a_time_limit_too_and_holds_up_no_other_episode() -> N
     made, begin = iter(range(2)), time.monotonic()
     (bad, good), _ = play(ScriptedEngine(counting), Slow, PLAIN, [{"text": "a"}, {"text": "b"}], act_timeout_s=1.0)
     assert time.monotonic() - begin < 20
-    assert (bad.cause, good.cause) == ("timeout", "")
+    assert (bad.cause, good.cause) == ("deadline", "")
     assert "the constructor of the environment has not answered within 1 s" in bad.error
 
 
@@ -230,7 +230,7 @@ def test_a_failed_episode_is_tried_again_with_other_noise() -> None:
             return super().act(text)
 
     engine = ScriptedEngine(counting)
-    (episode,), _ = play(engine, Flaky, PLAIN, max_attempts=3)
+    (episode,), _ = play(engine, Flaky, PLAIN, max_attempts=3, failures={"environment": "retried"})
     assert (episode.cause, episode.attempts, len(episode.trace.said())) == ("", 3, 3)
     assert len({request.sample_ids[0] for request in engine.requests}) == len(engine.requests) == 5
 
@@ -240,9 +240,11 @@ def test_turns_and_tokens_are_limited() -> None:
     assert (text_of(episode), episode.is_cut) == ("a:1<1>2", True)
     (episode,), _ = play(ScriptedEngine(counting), Count, PLAIN, max_tokens=7)
     assert (text_of(episode), episode.is_cut) == ("a:1<1>", True), "no room is left for another token"
-    (episode,), _ = play(ScriptedEngine(counting), Count, PLAIN, max_tokens=7, on_overflow="fail")
-    assert episode.cause == "overflow"
-    assert "7 tokens, and may have 7 (data.max_prompt_tokens + environment.max_episode_tokens)" in episode.error
+    ((kind, error, _),) = episode.failures
+    assert (kind, episode.cause) == ("policy", ""), "its own failure, which does not end the episode as one of others"
+    assert "7 tokens, and may have 7 (data.max_prompt_tokens + environment.max_episode_tokens)" in error
+    (episode,), _ = play(ScriptedEngine(counting), Count, PLAIN, max_tokens=2)
+    assert episode.cause == "environment", "the policy could not say anything"
     (episode,), _ = play(ScriptedEngine(lambda _: [5] * 30), Count, PLAIN, max_tokens=9)
     assert episode.trace.said()[0].said is not None
     assert len(episode.trace.said()[0].tokens) == 6, "a response gets the room that is left"

@@ -8,12 +8,15 @@ import time
 
 import openai
 import pytest
+from tests.templates import CHATML, tokenizer_with
 from tests.unit.environments.led import END, Speaker, lead, text_of, tokens_of
 
 from leaderless.config import RecipeError, packaged_files
 from leaderless.config.environment import EnvironmentConfig
-from leaderless.environments.episode import Episode
+from leaderless.environments.chat_writer import ChatWriter
+from leaderless.environments.episode import Episode, Trace
 from leaderless.environments.programs import AskRefusedError, Chat
+from leaderless.environments.programs.conversations import ProgramConversations
 from leaderless.environments.programs.program_environment import Solve, program_maker
 from leaderless.environments.protocol import EpisodeFailed, Message, Task
 from leaderless.stages.episode_samples import has_drifted
@@ -247,8 +250,7 @@ def test_the_last_sample_is_the_one_with_the_last_answer() -> None:
     assert [text.partition("<|im_end|>")[0][-5:] for text in texts_of(episode)] == ["first", "\nlast"]
 
 
-@pytest.mark.parametrize("policy", ["cut", "fail"])
-def test_limits_refuse_questions_and_the_program_goes_on(policy: str) -> None:
+def test_limits_refuse_questions_and_the_program_goes_on() -> None:
     async def solve(task: Task, chat: Chat) -> float:
         messages = [user("one")]
         for _ in range(10):
@@ -260,13 +262,10 @@ def test_limits_refuse_questions_and_the_program_goes_on(policy: str) -> None:
         return -1.0
 
     for code, limits in {"max_turns": {"max_turns": 3}, "context_length_exceeded": {"max_tokens": 100}}.items():
-        (episode,), _ = lead(solve, tasks=[{"text": code}], on_overflow=policy, **limits)  # type: ignore[arg-type]
-        if policy == "cut":
-            assert (episode.cause, episode.is_cut) == ("", True)
-            assert episode.trace.said()[-1].said.reward == 1.0
-        else:
-            assert episode.cause == "overflow"
-            assert "raise" in episode.error
+        (episode,), _ = lead(solve, tasks=[{"text": code}], **limits)  # type: ignore[arg-type]
+        assert (episode.cause, episode.is_cut) == ("", True)
+        assert episode.trace.said()[-1].said.reward == 1.0
+        assert [one.kind for one in episode.failures] == ["policy"] * (code == "context_length_exceeded")
 
 
 async def fail(task: Task, chat: Chat) -> object:
@@ -286,9 +285,6 @@ async def fail(task: Task, chat: Chat) -> object:
             await chat.ask([user("?"), answer.message])
         case "wrong message":
             await chat.ask([{"text": "?"}])
-        case "overflow":
-            for _ in range(10):
-                await chat.ask("?")
     return 1.0
 
 
@@ -299,12 +295,11 @@ def no_question(task: Task, chat: Chat) -> float:
 FAILURES = {
     "raises": ("environment", "solve raised KeyError: 'lost'"),
     "gives up": ("environment", "the site is down"),
-    "hangs": ("timeout", "solve has neither asked anything nor ended for 1 s: raise environment.act_timeout_s"),
+    "hangs": ("deadline", "solve has neither asked anything nor ended for 1 s: raise environment.act_timeout_s"),
     "no reward": ("environment", "solve gave the reward None: it must be a finite number"),
     "nan": ("environment", "solve gave the reward nan"),
     "ends with the assistant": ("environment", "messages must end with a message of another role than 'assistant'"),
     "wrong message": ("environment", "a message must have a 'role' and a 'content'"),
-    "overflow": ("overflow", "environment.max_turns"),
 }
 
 
@@ -316,6 +311,26 @@ def test_a_failed_program_is_counted_by_cause_and_harms_no_other(how: str) -> No
     assert (bad.cause, good.cause) == (cause, "")
     assert text in bad.error
     assert len(engine.forgotten) >= 2
+
+
+@pytest.mark.parametrize("posted", [None, 0.25])
+def test_a_program_that_gives_up_at_a_limit_has_the_rewards_so_far(posted: float | None) -> None:
+    async def solve(task: Task, chat: Chat) -> float:
+        chat.reward = posted
+        for _ in range(10):
+            await chat.ask("?")
+        return 1.0
+
+    async def late(task: Task, chat: Chat) -> float:
+        with pytest.raises(AskRefusedError):
+            await solve(task, chat)
+        raise EpisodeFailed("the site is down", "infrastructure")
+
+    (episode,), _ = lead(solve, max_turns=2)
+    assert (episode.cause, episode.is_cut, len(episode.trace.said())) == ("", True, 2)
+    assert episode.trace.said()[-1].said.reward == (posted or 0.0)
+    (episode,), _ = lead(late, max_turns=2, max_attempts=1)
+    assert episode.cause == "infrastructure", "which is not the policy's"
 
 
 def test_a_program_that_asks_nothing_has_nothing_to_train() -> None:
@@ -426,3 +441,12 @@ def test_programs_without_a_web_server_are_told_what_they_can_do(monkeypatch: py
 def test_classes_are_environments_and_no_programs() -> None:
     assert program_maker(EnvironmentConfig(type="tests.unit.environments.scripted:Count")) is None
     assert json.dumps(TOOL)
+
+
+def test_other_arguments_of_the_template_are_another_conversation() -> None:
+    writer = ChatWriter(tokenizer_with(CHATML + "{{ mode or '' }}"), is_chat=True)
+    conversations = ProgramConversations(Trace(), writer)
+    plain, other, again = (conversations.of_messages([user("a")], (), given) for given in (None, {"mode": "x"}, {}))
+    assert text_of(other.tokens) == text_of(plain.tokens) + "x"
+    assert plain.end is again.end
+    assert plain.end is not other.end

@@ -85,7 +85,7 @@ def test_failures_are_played_again(how: str) -> None:
 
 def test_an_episode_that_a_time_limit_ended_is_played_up_to_there() -> None:
     _, line = journaled(Bad, "hangs", act_timeout_s=0.5)
-    assert line["cause"] == "timeout"
+    assert line["cause"] == "deadline"
     assert again(line, Bad) is None, "at once, without the wait"
     assert again(line, Count) is None, "nobody knows what the answer would have been"
 

@@ -13,9 +13,9 @@ from tests.unit.recipes import make_recipe
 
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch
+from leaderless.observability.known_metrics import known_metric
 from leaderless.observability.metrics import Metrics
 from leaderless.planner.workflow.builtin_stages import _rollout_metrics
-from leaderless.planner.workflow.metrics import known_metric
 from leaderless.stages.episode_rollout import play_tasks, tools_of
 from leaderless.stages.episode_samples import Play, Played
 
@@ -107,14 +107,14 @@ def test_a_result_is_cut_and_a_call_that_cannot_be_read_is_answered(isolation: s
 @both
 def test_a_tool_that_hangs_fails_its_episode(isolation: str) -> None:
     (episode,) = played([call("hang")], isolation=isolation, tool_timeout_s=0.3).episodes
-    assert episode.cause == "timeout"
+    assert episode.cause == "deadline"
     assert "the tool 'hang' took more than 0.3 s (environment.tool_timeout_s)" in episode.error
 
 
 def test_a_tool_that_crashes_fails_its_episode_in_a_process_of_its_own() -> None:
     (episode,) = played([call("crash")], isolation="process").episodes
     assert (episode.cause, episode.error) == (
-        "crash",
+        "environment",
         "the environment's process has ended with the signal SIGABRT during 'tool'",
     )
 

@@ -85,7 +85,7 @@ def answer(toolbox, *calls, timeout_s=20.0):
 def failure_of(toolbox, *calls, timeout_s=20.0):
     with pytest.raises(EnvironmentFailure) as failed:
         asyncio.run(toolbox.run(calls, timeout_s))
-    return failed.value.cause, str(failed.value)
+    return failed.value.kind, str(failed.value)
 
 
 def sources_of(environment=Plain, *tools, **settings):
@@ -116,7 +116,7 @@ def test_a_class_that_cannot_be_made_fails_its_episode():
         EnvironmentFailure, match="the constructor of the tool Broken raised OSError: no disk"
     ) as failed:
         open_box(sources_of(Plain, f"{HERE}:Broken"))
-    assert failed.value.cause == "tool"
+    assert failed.value.kind == "tool"
 
 
 def test_the_python_tool_has_a_short_name():
@@ -176,13 +176,13 @@ def test_servers_on_standard_input_serve_an_episode_or_all(servers, monkeypatch)
         "Error executing tool refuse: not today",
     ]
     cause, text = failure_of(first, Call("own_die"))
-    assert cause == "tool"
+    assert cause == "infrastructure"
     assert "the MCP server 'own'" in text
     assert "has not answered a call of 'die'" in text
     assert "has died during the episode" in failure_of(first, Call("own_count"))[1]
     assert "the MCP server 'all'" in failure_of(second, Call("all_die"))[1]
     assert [text.split()[0] for text in answer(second, *counts)] == ["2", "10"]  # what is shared began anew
-    assert failure_of(second, Call("own_sleep", {"seconds": 9}), timeout_s=0.2)[0] == "timeout"
+    assert failure_of(second, Call("own_sleep", {"seconds": 9}), timeout_s=0.2)[0] == "deadline"
     for box in (first, second):
         asyncio.run(box.close(20.0))
     with pytest.raises(ProcessLookupError):

@@ -58,7 +58,7 @@ def run(toolbox, *calls, timeout_s=5.0):
 def failure_of(toolbox, *calls, timeout_s=5.0):
     with pytest.raises(EnvironmentFailure) as failed:
         run(toolbox, *calls, timeout_s=timeout_s)
-    return failed.value.cause, str(failed.value)
+    return failed.value.kind, str(failed.value)
 
 
 def test_a_schema_follows_from_hints_and_docstring():
@@ -306,7 +306,7 @@ for name in ("hang", "hang_too"):
     try:
         asyncio.run(toolbox.run([Call(name)], 0.05))
     except EnvironmentFailure as error:
-        print(error.cause, error)
+        print(error.kind, error)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     lines = done.stdout.splitlines()

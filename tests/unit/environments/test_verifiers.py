@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.unit.environments.led import END, lead
@@ -14,9 +15,12 @@ from tests.unit.environments.led import END, lead
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
 from leaderless.config.environment import EnvironmentConfig
+from leaderless.environments.adapters import verifiers_programs
 from leaderless.environments.adapters.verifiers_programs import PackageWorker, make_rows, shared
+from leaderless.environments.adapters.verifiers_worker import VerifiersPlayer
 from leaderless.environments.guarded_environment import EnvironmentFailure
 from leaderless.environments.programs.program_environment import program_maker
+from leaderless.environments.protocol import EpisodeFailed
 
 PYTHON = os.environ.get("LEADERLESS_VERIFIERS_PYTHON", "")
 SETTINGS: dict[str, object] = {"type": "verifiers", "act_timeout_s": 120}
@@ -91,7 +95,7 @@ def test_all_who_wait_are_told_why_a_worker_has_ended(worker: PackageWorker) -> 
 
     for error in asyncio.run(ask()):
         assert isinstance(error, EnvironmentFailure)
-        assert error.cause == "crash"
+        assert error.kind == "infrastructure"
         assert "exit code 3: it was told to" in str(error)
     assert worker.has_ended
     with pytest.raises(EnvironmentFailure, match="it was told to"):
@@ -201,3 +205,49 @@ def test_what_goes_wrong_in_verifiers_ends_its_episode(options: dict[str, Json])
     assert "make rows with make_rows" in other.error
     config["options"] = options | {"args": {"kind": "single", "wrong": 1}}
     assert "unexpected keyword argument 'wrong'" in lead(tasks=[task], **config)[0][0].error
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ToolCallError", "tool"),
+        ("SandboxError", "sandbox"),
+        ("InfraError", "infrastructure"),
+        ("ModelError", "infrastructure"),
+        ("KernelProtocolError", None),
+        ("ToolParseError", "graded"),
+        ("EmptyModelResponseError", "graded"),
+    ],
+)
+def test_an_error_of_verifiers_has_a_kind_unless_it_is_the_policys(
+    monkeypatch: pytest.MonkeyPatch, name: str, kind: str | None
+) -> None:
+    class Dataset(list[dict[str, Json]]):
+        pass
+
+    class World:
+        def get_dataset(self) -> Dataset:
+            return Dataset([{"prompt": "?"}])
+
+        async def run_rollout(self, *_: object) -> dict[str, Json]:
+            error: Json = {"error": name, "error_chain_str": "it broke"}
+            return {"reward": 0.25, "metrics": {}, "error": error}
+
+    package = SimpleNamespace(OpenAIChatCompletionsClient=lambda client: client)
+    player = VerifiersPlayer(package, World())  # type: ignore[arg-type]
+
+    class Worker:
+        async def ask(self, question: dict[str, Json]) -> Json:
+            return await player._outcome(question)
+
+    monkeypatch.setattr(verifiers_programs, "shared", lambda _: Worker())
+    program = object.__new__(verifiers_programs.Verifiers)
+    program._command = []
+    chat = SimpleNamespace(base_url="http://127.0.0.1:9", api_key="x", overflow=None)
+    found = program({"example": 0, "split": "train"}, chat)  # type: ignore[arg-type]
+    if kind == "graded":
+        assert asyncio.run(found)["reward"] == 0.25
+        return
+    with pytest.raises(EpisodeFailed, match=f"verifiers: {name}: it broke") as failed:
+        asyncio.run(found)
+    assert failed.value.kind == kind

@@ -38,7 +38,7 @@ from leaderless.planner.show.text import print_plan
 from leaderless.rollout.engine import Request, SamplingParams, generate, make_probe
 from leaderless.rollout.weight_sources import probe_of
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.training.optimizer import learning_rate_at, make_optimizer
+from leaderless.training.optimizers.optimizer import learning_rate_at
 from leaderless.worker.checkpoint.reader import ROLE_FILE, STATE_FILE, RoleState, RunState, fingerprint, load_checkpoint
 from leaderless.worker.checkpoint.shards import DamagedCheckpointError
 
@@ -229,6 +229,10 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str,
         ({"lora": LoraConfig(rank=3, alpha=6, rslora=True)}, "policy.lora.rslora: is True, but .* with False"),
         ({"path": "/elsewhere/larger"}, "policy.path: is /elsewhere/larger, but the adapters in .* leave it as it was"),
         ({"revision": "v2"}, "policy.revision: is v2, but .* trained with None"),
+        (
+            {"lora": LoraConfig(rank=3, alpha=6, base_dtype="nf4")},
+            "policy.lora.base_dtype: is nf4, but .* with float32",
+        ),
     ],
     ids=str,
 )
@@ -401,4 +405,3 @@ def test_adapters_have_ten_times_the_learning_rate_unless_one_is_given(
         settings = optimizer_of(recipe, model)
         assert learning_rate_at(settings, 5, 10) == expected[role]
         assert learning_rate_at(settings, 0, 10) == expected[role] / 2
-        assert make_optimizer([torch.nn.Parameter(torch.zeros(2, 2))], settings).param_groups[0]["lr"] == expected[role]

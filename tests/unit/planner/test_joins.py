@@ -10,10 +10,10 @@ from tests.unit.recipes import make_recipe, only_problem, plan_of, write_model
 from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, make_sample_ids
 from leaderless.data.buffer.databuffer import RowTable
+from leaderless.observability.known_metrics import known_metric
 from leaderless.planner import Reshard
 from leaderless.planner.graph.column_flow import ColumnFlow
 from leaderless.planner.workflow import StageSpec, Workflow, read_workflow, stage, write_workflow
-from leaderless.planner.workflow.metrics import known_metric
 
 MODELS = {"models": {"a": "/no/such/model", "b": "/no/such/model"}}
 UPDATES = {"batch": {"updates_per_step": 2}}

@@ -10,10 +10,11 @@ from tests.unit.recipes import begin, end, make_recipe, only_problem, plan_of
 
 from leaderless.config import RecipeError
 from leaderless.observability.console import HEADLINES
+from leaderless.observability.known_metrics import METRICS, known_metric
 from leaderless.observability.report.charts import CATALOGUE
 from leaderless.observability.report.checks import CHECKS
 from leaderless.planner.workflow import resolve_workflow, stage
-from leaderless.planner.workflow.metrics import METRICS, known_metric, metrics_of
+from leaderless.planner.workflow.metrics import metrics_of
 
 ROOT = Path(__file__).parents[3]
 EVALUATED = {

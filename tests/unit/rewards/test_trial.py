@@ -120,3 +120,15 @@ def test_responses_are_read_from_text_and_json_lines(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text("5\n")
     with pytest.raises(ValueError, match=r"r\.jsonl:1 must be a text"):
         read_responses(tmp_path / "r.jsonl")
+    (tmp_path / "r.jsonl").write_text('"one"\ntwo\n')
+    with pytest.raises(ValueError, match=r"r\.jsonl:2 is not JSON"):
+        read_responses(tmp_path / "r.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("r.parquet", b"PAR1 "), ("r.jsonl.gz", b"{}"), ("r", b"\xff"), ("r", b"")]
+)
+def test_a_file_that_has_no_responses_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match="must be JSON lines"):
+        read_responses(tmp_path / name)

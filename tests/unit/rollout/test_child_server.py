@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from leaderless.distributed.remote.child_server import ChildServer, EngineError, bound_command, worker_free_environment
+from leaderless.distributed.remote.child_server import ChildServer, bound_command, worker_free_environment
+from leaderless.distributed.remote.server_calls import EngineError
 
 PROGRAM = """
 import http.server, json, os, sys, time

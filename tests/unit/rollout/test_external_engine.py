@@ -18,8 +18,8 @@ from tests.tiny import tiny_model
 
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
-from leaderless.distributed.remote.child_server import EngineError
 from leaderless.distributed.remote.messages import Ask, Gain
+from leaderless.distributed.remote.server_calls import EngineError
 from leaderless.distributed.transport import Transport
 from leaderless.distributed.weights.blocks import Pool, even_rows, everything
 from leaderless.distributed.weights.route import WeightRoute

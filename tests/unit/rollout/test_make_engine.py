@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,7 +28,7 @@ from leaderless.rollout import make_engine as make
 from leaderless.rollout.external.engine import ExternalEngine
 from leaderless.rollout.external.lora_slots import Host
 from leaderless.rollout.external.sglang_engine import SglangServer
-from leaderless.rollout.external.vllm_engine import InProcessVllm, VllmServer
+from leaderless.rollout.external.vllm_engine import InProcessVllm, VllmElsewhere, VllmServer
 from leaderless.rollout.make_engine import RolloutSetup, make_engine
 from leaderless.rollout.native.engine import NativeEngine
 from leaderless.rollout.native.paged_attention import PagedAttend, attend_with_torch
@@ -113,6 +114,18 @@ def test_a_native_engine_has_the_planned_pool_where_kernels_work(
     assert engine.policy_version is None
 
 
+def test_an_engine_knows_what_its_arguments_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 5}
+    given = {"kv_cache_dtype": "fp8", "speculative_config": drafts}
+    engine = engine_of(tmp_path, "vllm", {**PYTHON, "rollout.external.arguments": given})
+    assert (engine._tolerance, engine._driver._settings.num_drafts) == (1.0, 5)  # type: ignore[attr-defined]
+    plain = engine_of(tmp_path, "vllm", PYTHON)
+    assert (plain._tolerance, plain._driver._settings.num_drafts) == (5e-4, 0)  # type: ignore[attr-defined]
+    monkeypatch.setattr(make, "reserved_tokens", Mock(return_value=frozenset({3})))  # of a model that sees images
+    with pytest.raises(RecipeError, match=r"speculative_config: is given, but the model of 'policy' sees images"):
+        engine_of(tmp_path, "vllm", {**PYTHON, "rollout.external.arguments": given})
+
+
 def test_the_plan_counts_the_weights_of_an_engine_of_its_own(tmp_path: Path) -> None:
     memories = [plan_of(tmp_path, PYTHON, engine=engine).memory for engine in ("native", "vllm")]
     native, vllm = [memory.cpu.phases["policy generates"] for memory in memories if memory is not None]
@@ -195,6 +208,7 @@ def test_an_engine_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pyt
         ("memory_fraction", 0.7),
         ("graphs", False),
         ("merge_adapters", True),
+        ("arguments", {"max_num_batched_tokens": 64}),
         ("start_timeout_s", 5.0),
         ("answer_timeout_s", 6.0),
     ],
@@ -214,18 +228,34 @@ def test_every_setting_of_external_engines_changes_something(tmp_path: Path, set
 
 
 def test_all_settings_of_external_engines_are_tried_above() -> None:
-    tried = {"memory_fraction", "graphs", "merge_adapters", "start_timeout_s", "answer_timeout_s"}
-    assert set(ExternalConfig.model_fields) == {"python", *tried}
+    tried = {"memory_fraction", "graphs", "merge_adapters", "arguments", "start_timeout_s"}
+    tried.add("answer_timeout_s")
+    assert set(ExternalConfig.model_fields) == {"python", "addresses", *tried}
+
+
+def test_each_rank_has_the_engine_elsewhere_at_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEADERLESS_TOKEN", "secret")
+    recipe = recipe_of(tmp_path, {"rollout.external.addresses": ["a:1", "b:2"]})
+    shard = Mock(spec=ProcessGroup, rank=5, size=1, ranks=(5,), hosts={}, activity=Mock())
+    setup = replace(setup_of(tmp_path, recipe, shard=shard), layout=Layout((4, 5), 2), world_size=6)
+    driver = make._driver("vllm", setup, make._settings(setup))
+    assert isinstance(driver, VllmElsewhere)
+    server = driver._server
+    assert (server.host, server.port, server.token) == ("b", 2, "secret")
+    assert driver._settings.meeting is None, "it is no part of the processes of ranks"
 
 
 def test_sglang_is_told_what_the_recipe_says(tmp_path: Path) -> None:
     changes = {**PYTHON, "rollout.external.memory_fraction": 0.6, "rollout.max_sequences": 9}
+    flags = {"disable_radix_cache": True, "max_prefill_tokens": 64, "schedule_policy": None}
+    changes["rollout.external.arguments"] = {**flags, "cuda_graph_bs": [1, 2], "extra": {"a": 1}}
     driver = engine_of(tmp_path, "sglang", changes)._driver
     assert isinstance(driver, SglangServer)
     text = " ".join(driver._arguments())
     assert f"--model-path {tiny_model()} --host 127.0.0.1" in text
     for part in ("--mem-fraction-static 0.6", "--max-running-requests 9", "--context-length 14", "--dtype float32"):
         assert part in text
+    assert text.endswith('--disable-radix-cache --max-prefill-tokens 64 --cuda-graph-bs 1 2 --extra {"a": 1}')
 
 
 def test_the_cache_in_host_memory_is_what_the_longest_sequences_need(tmp_path: Path) -> None:
@@ -300,7 +330,9 @@ def test_an_engine_declares_what_becomes_of_its_cache() -> None:
         rollout_engine(updates=["forget"])
 
 
-def test_an_engine_of_several_ranks_has_its_part_of_the_cache_and_is_never_started_alone(tmp_path: Path) -> None:
+def test_an_engine_of_several_ranks_has_its_part_of_the_cache_and_is_never_started_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = recipe_of(tmp_path, {"rollout.engine": "vllm", **PYTHON})
     alone = make_engine("vllm", setup_of(tmp_path, recipe))
     # Without peers in reach, a broadcast could not return: both ranks are asked for their text, and this one is first.
@@ -311,9 +343,17 @@ def test_an_engine_of_several_ranks_has_its_part_of_the_cache_and_is_never_start
     assert (half.tensor_parallel_size, half.rank, half.kv_cache_bytes * 2) == (2, 0, whole.kv_cache_bytes)
     assert (whole.meeting is None, half.meeting is None) == (True, False)
     assert (alone._report is None, part._report is None) == (False, True)  # type: ignore[attr-defined]
+    assert half.meeting.startswith("file:///"), "of one machine"
     shard.hosts = {0: 0, 1: 1}
-    with pytest.raises(RecipeError, match="layout: ranks 0-1 of one engine of role 'policy' are on several machines"):
-        make_engine("vllm", setup_of(tmp_path, recipe, world_size=2, shard=shard))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    apart = make_engine("vllm", setup_of(tmp_path, recipe, world_size=2, shard=shard))
+    # Another name on each machine: parts with the same one would share memory.
+    assert re.fullmatch(r"tcp://127\.0\.0\.1:\d+\?machine=0", apart._driver._settings.meeting)  # type: ignore[attr-defined]
+    setup = replace(setup_of(tmp_path, recipe, world_size=2, shard=shard), layout=Layout((0, 1), 1, tp=2, ep=2))
+    with pytest.raises(RecipeError, match="layout: ep=2: on a CPU, vLLM does not divide experts"):
+        make_engine("vllm", setup)
+    settings = make._settings(replace(setup, device=torch.device("cuda")))
+    assert (settings.divides_experts, settings.num_stages) == (True, 1)
 
 
 @pytest.mark.parametrize(("workers", "tp"), [(4, 2), (3, 1)])

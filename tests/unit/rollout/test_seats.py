@@ -20,8 +20,8 @@ from torch import Tensor
 
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
-from leaderless.distributed.remote.child_server import EngineError
 from leaderless.distributed.remote.messages import Ask, Gain
+from leaderless.distributed.remote.server_calls import EngineError
 from leaderless.distributed.weights.stream import WeightStream
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.graph.adapters import companions_of

@@ -15,8 +15,9 @@ import pytest
 import torch
 from tests.engines import settings_of
 
-from leaderless.distributed.remote.child_server import ChildServer, EngineError
+from leaderless.distributed.remote.child_server import ChildServer
 from leaderless.distributed.remote.messages import Ask, Gain
+from leaderless.distributed.remote.server_calls import EngineError
 from leaderless.rollout.external.sglang_engine import SglangServer
 
 ASK = Ask(1, [7, 8], 4, 1.0, 1.0, 0, 0.0, 0, ())

@@ -116,7 +116,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
         served = Served(external, worker._engine, child)  # type: ignore[arg-type]
         num_sent = 0
 
-        class Watched(apart._Handler):
+        class Watched(apart.EngineHandler):
             def setup(self) -> None:
                 super().setup()
                 served.connections.append(self)
@@ -219,7 +219,7 @@ def test_an_answer_that_is_lost_is_sent_again_and_each_token_comes_once(
 def test_a_call_that_has_not_arrived_as_a_whole_is_not_made(serve: Callable[..., Served]) -> None:
     served = serve()
     served.engine.submit(Request([5], [0]), PARAMS)
-    served.server._hang_up()
+    served.server.hang_up()
     body = json.dumps({"ids": [1]})
     head = f"POST /abort HTTP/1.1\r\nContent-Length: {len(body)}\r\nAuthorization: Bearer {served.server.token}\r\n"
     for sent in (head, f"{head}{NUMBER}: 2\r\n\r\n{body[:-1]}"):
@@ -249,8 +249,11 @@ def test_gains_are_written_in_columns() -> None:
     assert from_columns(to_columns([])) == []
     more = [*gains, Gain(1, [6, 0], [-0.2, -0.3], "stop", 3, 9, ["AA=="])]
     together = joined(more)
-    assert together == [Gain(1, [5, 6, 0], [-0.1, -0.2, -0.3], "stop", 3, 7, ["AA=="], []), gains[1]]
-    assert from_columns(json.loads(json.dumps(to_columns(together))))[0] == together[0]._replace(support=())
+    assert together == [Gain(1, [5, 6, 0], [-0.1, -0.2, -0.3], "stop", 3, 7, ["AA=="], [], []), gains[1]]
+    plain = together[0]._replace(support=(), drafts=())
+    assert from_columns(json.loads(json.dumps(to_columns(together))))[0] == plain
+    drafted = [Gain(1, [6], [-0.2], None, 3), Gain(1, [7], [-0.2], "stop", 3, drafts=[9, 4])]
+    assert from_columns(to_columns(joined(drafted)))[0].drafts == [9, 4]
     limited = [Gain(1, [6], [-0.2], None, 3, support=["AQ=="]), Gain(1, [7], [-0.2], None, 3, support=[""])]
     assert "experts" not in to_columns(limited)
     assert from_columns(to_columns(joined(limited)))[0].support == ["AQ==", ""]

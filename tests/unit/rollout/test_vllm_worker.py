@@ -27,6 +27,7 @@ from leaderless.rollout.engine import Request, SamplingParams
 from leaderless.rollout.external import vllm_engine
 from leaderless.rollout.external.engine import ExternalEngine
 from leaderless.rollout.external.vllm_engine import InProcessVllm
+from leaderless.rollout.external.vllm_process import stages
 from leaderless.rollout.external.vllm_process import worker as vllm_worker
 from leaderless.rollout.external.vllm_process.loading import Loading, UnseenCopies
 from leaderless.rollout.external.vllm_process.worker import PROBE, VllmWorker, _Open, check_version
@@ -138,7 +139,7 @@ def test_images_go_to_vllm_as_files_with_a_token_each(monkeypatch: pytest.Monkey
     for path in ("vllm", "vllm.sampling_params"):
         monkeypatch.setitem(sys.modules, path, Mock())
     monkeypatch.setattr(sys.modules["vllm"], "TokensPrompt", dict, raising=False)
-    driver = VllmWorker(Mock(adapters={}, matrices={}, expert_layers=()))
+    driver = VllmWorker(Mock(adapters={}, matrices={}, expert_layers=(), num_drafts=0))
     driver._llm, driver._versions = Mock(), {"": 0}
     external = ExternalEngine("vLLM", driver, Mock(), frozenset({0}), 1e-3, torch.device("cpu"), None, {7, 5})  # type: ignore[arg-type]
     tokens, images = prompt_with([(32, 32), (40, 16)])
@@ -197,9 +198,26 @@ def test_tokens_that_could_be_drawn_have_finite_log_probs_and_all_of_them_are_re
     assert np.frombuffer(base64.b64decode(worker._support(scores, 1)), np.int32).tolist() == [1, 2, 3]
 
 
+def test_drafts_are_counted_at_the_end_of_a_response_and_take_the_place_of_steps() -> None:
+    worker = VllmWorker(Mock(adapters={}, matrices={}, expert_layers=(), num_drafts=3))
+    worker._llm, worker._versions = Mock(), {"": 4}
+    worker._open = {"1": _Open("1-a", "", tokens_at_once=16)}
+    parts = [
+        Mock(token_ids=tokens, logprobs=[{one: Mock(logprob=-1.0)} for one in tokens], finish_reason=None)
+        for tokens in ([3, 4], [5], [6, 7, 8, 9], [2], [3])
+    ]
+    parts[-1].spec_decode_metrics = Mock(num_draft_tokens=9, histogram=[2, 1, 0, 1])
+    worker._llm.step.side_effect = [
+        [Mock(request_id="1", outputs=[part], finished=part is parts[-1], num_cached_tokens=0)] for part in parts
+    ]
+    (first,), (last,) = worker.step(), worker.step()
+    assert (first.tokens, first.drafts) == ([3, 4, 5, 6, 7, 8, 9, 2], []), "at most 4 steps of 4 tokens"
+    assert (last.tokens, last.drafts) == ([3], [9, 4])
+
+
 def test_each_response_has_the_version_and_the_experts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", Mock())
-    worker = VllmWorker(Mock(adapters={}, matrices={}, expert_layers=(1,)))
+    worker = VllmWorker(Mock(adapters={}, matrices={}, expert_layers=(1,), num_drafts=0, num_stages=1))
     worker._llm, worker._versions = Mock(), {"planner": 4, "solver": 9}
     worker._open = {"1": _Open("1-a", "planner"), "2": _Open("2-b", "solver")}
     state = Mock(routed_experts_chunks=[output("1", 5, [0, 1]).outputs[0].routed_experts])
@@ -217,12 +235,57 @@ def test_each_response_has_the_version_and_the_experts_of_its_own(monkeypatch: p
 
 def test_an_engine_that_has_lost_what_it_was_asked_is_not_awaited_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", Mock())
-    worker = VllmWorker(Mock(adapters={}, matrices={}))
+    worker = VllmWorker(Mock(adapters={}, matrices={}, num_stages=1))
     worker._llm = Mock()
     worker._llm.has_unfinished_requests.return_value = False
     for wait in (worker.step, lambda: worker.prompt_log_probs([1, 2])):
         with pytest.raises(RuntimeError, match="vLLM has nothing in progress, though an answer is awaited"):
             wait()
+
+
+def test_stages_of_an_engine_are_asked_for_each_token_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace, TokensPrompt=dict))
+    worker, asked = VllmWorker(Mock(adapters={}, matrices={}, num_stages=2)), list[tuple[list[int], object]]()
+    worker._llm = Mock()
+    worker._llm.add_request.side_effect = lambda _, prompt, params, **__: asked.append(
+        (prompt["prompt_token_ids"], params)
+    )
+
+    def answer() -> list[SimpleNamespace]:
+        prompt, params = asked[-1]
+        (token,) = params.logprob_token_ids  # type: ignore[attr-defined]
+        scores = {99: SimpleNamespace(logprob=0.0), token: SimpleNamespace(logprob=-float(len(prompt)))}
+        return [SimpleNamespace(request_id=PROBE, finished=True, outputs=[SimpleNamespace(logprobs=[scores])])]
+
+    worker._llm.step.side_effect = answer
+    assert worker.prompt_log_probs([4, 5, 6]) == [-1.0, -2.0]
+    assert [prompt for prompt, _ in asked] == [[4], [4, 5]]
+    assert {params.temperature for _, params in asked} == {1.0}  # type: ignore[attr-defined]
+
+
+def test_parts_of_an_engine_meet_where_they_are_told_and_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Launcher:
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return "env://", 0, 0
+
+    name = "vllm.v1.executor.uniproc_executor"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(ExecutorWithExternalLauncher=Launcher))
+    monkeypatch.setattr(stages, "SHARED_MEMORY", tmp_path)
+    for meeting, identity in ((f"file://{tmp_path}/meet", "meet"), ("tcp://a:29500?machine=1", "29500?machine=1")):
+        settings = Mock(meeting=meeting, rank=3, device_index=1)
+        with stages.met_as_told(settings):
+            assert Launcher()._distributed_args() == (meeting, 3, 1)
+        assert Launcher()._distributed_args() == ("env://", 0, 0)
+        for left in ("meet", f"{identity}-tp:0-[0-1]-cpushm_0", "other-tp:0-[0-1]-cpushm_0"):
+            (tmp_path / left).touch()
+        stages.forget_meeting(settings)
+        assert {left.name for left in tmp_path.iterdir()} == {
+            "other-tp:0-[0-1]-cpushm_0",
+            *["meet"] * (identity != "meet"),
+        }
+    stages.forget_meeting(Mock(meeting=None))
 
 
 def test_requests_name_the_newest_adapters_and_an_engine_that_keeps_others_is_refused(

@@ -138,7 +138,7 @@ def test_what_is_in_flight_is_part_of_the_memory(tmp_path, capacity):
         assert "in flight" not in str(plan_of("grpo", 4, layout=POOLS, **shared).memory)
         plan = cut(capacity, **shared)
         kinds = (plan.memory.cpu, plan.memory.accelerator)
-        return plan, [(kind.resident | kind.host)[part] for kind in kinds]
+        return plan, [(kind.resident | kind.host).get(part, 0) for kind in kinds]
 
     plan, held = memory("rows in flight", "float32", 999, prompts_per_step=128, micro_batch_tokens=2048)
     rows = plan.channel("rollout->old")
@@ -151,7 +151,46 @@ def test_what_is_in_flight_is_part_of_the_memory(tmp_path, capacity):
         share = plan.sizes["policy"].num_parameters * width // 2
         pinned = 1 << (share - 1).bit_length()  # torch rounds blocks of pinned memory up to powers of two
         assert pinned > share
-        assert held == [capacity * share, capacity * pinned]
+        assert held == [(capacity - 1) * share, capacity * pinned], "an iteration waits until the oldest copy is gone"
+
+
+@pytest.mark.parametrize("capacity", [1, 3])
+def test_the_copy_of_weights_that_is_sent_is_gone_when_the_next_update_begins(tmp_path, capacity):
+    def memory(capacity: int) -> DeviceMemory:
+        batch = {"prompts_per_step": 6, "micro_batch_tokens": 16384}
+        plan = cut(capacity, models={"policy": write_model(tmp_path / "m")}, batch=batch, rollout={"max_sequences": 1})
+        assert plan.memory is not None
+        return plan.memory.cpu
+
+    lockstep, ahead = memory(0), memory(capacity)
+    share = ahead.phases["weights of policy travel"]["weights being sent"]
+    assert ahead.phases["checkpoint"]["weights being sent"] == share
+    for phase in ("policy trains", "policy scores"):
+        assert "weights being sent" not in ahead.phases[phase]
+    assert ahead.phases["policy trains"] == lockstep.phases["policy trains"]
+    more = {phase: ahead.totals[phase] - lockstep.totals[phase] for phase in lockstep.phases}
+    assert more["policy trains"] == (capacity - 1) * share
+    assert more["weights of policy travel"] == more["checkpoint"] == capacity * share
+
+
+def test_the_peak_of_each_rank_is_its_own(tmp_path):
+    recipe = make_recipe(
+        models={"policy": write_model(tmp_path / "m")}, layout=BEHIND, channels={"rollout": {"capacity": 1}}
+    )
+    plan = make_plan(recipe, resolve_workflow("grpo"), Cluster(4))
+    assert plan.memory is not None
+    pools = plan.memory.peaks
+    assert [one.ranks for one in pools] == [[0, 1], [2, 3]]
+    for one in pools:
+        for rank in one.ranks:
+            alone = estimate_memory(recipe, plan, plan.batch.micro_batch_tokens, among=[rank])
+            assert alone is not None
+            assert (alone.cpu.peak, alone.accelerator.peak) == (one.cpu, one.accelerator)
+    assert pools[0].cpu != pools[1].cpu
+    assert plan.memory.cpu.peak == max(one.cpu for one in pools)
+    read = json.loads(json.dumps(plan.memory.to_json()))
+    assert [one["ranks"] for one in read["peaks"]] == ["0-1", "2-3"]
+    assert [one["cpu"] for one in read["peaks"]] == [one.cpu for one in pools]
 
 
 def test_a_reader_sees_loops_and_channels():
@@ -223,6 +262,40 @@ def test_weights_that_arrive_for_an_accelerator_are_in_blocks_of_pinned_memory(t
     alone = 0 if vocabulary == 1000 else (4 << 30) - vocabulary * 64 * 2
     assert estimate.accelerator.host["weights that arrive"] == blocks + alone
     assert size < blocks
+
+
+def test_weights_before_are_counted_where_differences_may_be_sent(tmp_path):
+    def memory(rank: int, weights: str, engine: str = "native", dtype: str = "bfloat16", capacity: int = 1) -> dict:
+        rollout = {"engine": engine, "weights": weights, "external": {"python": "python3"}}
+        recipe = make_recipe(
+            models={"policy": {"path": write_model(tmp_path / "m"), "compute_dtype": dtype}},
+            layout=POOLS,
+            channels={"rollout": {"capacity": capacity}} if capacity else {},
+            rollout=rollout,
+        )
+        plan = make_plan(recipe, resolve_workflow("grpo"), Cluster(4))
+        estimate = estimate_memory(recipe, plan, 1024, among=[rank])
+        sizes = plan.sizes["policy"].num_parameters * (2 if dtype == "bfloat16" else 4) // 2  # two train, two generate
+        cpu, host = (
+            {name: kind[name] for name in ("weights sent last", "weights received last") if name in kind}
+            for kind in (estimate.cpu.resident, estimate.accelerator.host)
+        )
+        return {"cpu": cpu, "host": host, "share": sizes}
+
+    for weights in ("auto", "difference"):
+        found = memory(2, weights)
+        pinned = 1 << (found["share"] - 1).bit_length()
+        assert found["cpu"] == {"weights sent last": found["share"]}
+        assert found["host"] == {"weights sent last": pinned}
+        assert memory(0, weights)["cpu"] == {}, "a native engine has them"
+        assert memory(0, weights, "vllm")["cpu"] == {}, "for a restart there is a copy in any case"
+        found = memory(0, weights, "sglang")
+        assert found["cpu"] in ({}, {"weights received last": found["share"]})
+    assert memory(2, "whole")["cpu"] == memory(2, "auto", dtype="float32")["cpu"] == {}
+    lockstep = memory(2, "auto", capacity=0)
+    assert lockstep["cpu"] == {"weights sent last": lockstep["share"]}
+    assert lockstep["host"] == {}, "accelerators send all numbers"
+    assert memory(2, "difference", dtype="float32")["cpu"]
 
 
 def test_the_picture_has_a_lane_for_each_loop_and_channels_between_them():

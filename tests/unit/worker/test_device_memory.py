@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.pictures import prompt_with, reader_of, vision_model
 from tests.unit.recipes import make_recipe, plan_of, write_model
 from torch import Tensor, nn
 
+from leaderless.base.devices import trim_host_memory
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
@@ -29,8 +31,8 @@ from leaderless.models.causal_lm import CausalLM, empty_causal_lm
 from leaderless.models.gradient_checkpointing import recompute_layers
 from leaderless.planner.memory import engine as memory_of_engines
 from leaderless.planner.memory.engine import EngineMemory
-from leaderless.planner.memory.estimate import models_of
 from leaderless.planner.memory.limits import UNBOUND, CacheBound
+from leaderless.planner.memory.model import models_of
 from leaderless.planner.memory.model_size import read_model_size
 from leaderless.rollout.engine import Delta, Request, SamplingParams
 from leaderless.rollout.native import engine as native
@@ -39,6 +41,7 @@ from leaderless.rollout.native.engine import NativeEngine
 from leaderless.rollout.native.paged_engine import PagedEngine, PagedOptions
 from leaderless.rollout.native.paged_plan import PagedPlan
 from leaderless.training.fsdp import FsdpEngine
+from leaderless.training.micro_batches import MicroBatch
 
 QWEN = {
     "model_type": "qwen2",
@@ -53,6 +56,32 @@ QWEN = {
     "max_position_embeddings": 32_768,
 }
 """Qwen2.5-1.5B."""
+CHOOSING = {
+    "model_type": "deepseek_v32",
+    "vocab_size": 16_160,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 512,
+    "kv_lora_rank": 256,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 256,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 16_384,
+}
+"""DeepSeek-V3.2, smaller, and without experts."""
 SIBLINGS = 8
 SMALL = {**QWEN, "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 
@@ -113,6 +142,26 @@ def attends(monkeypatch: pytest.MonkeyPatch) -> None:
 # Training
 
 
+def taken_by_a_pass(config: ModelConfig, batch: Batch) -> tuple[int, MicroBatch]:
+    """Bytes that training on a batch takes at its peak, and the one micro-batch that it is."""
+    dtype = getattr(torch, config.compute_dtype)
+    model = model_on_meta(config, dtype)
+    for parameter in [one for _, one in model.trained_weights()]:
+        parameter.requires_grad_(requires_grad=True)
+    alone = ProcessGroup((0,), 0)
+    # Weights are not sharded, which half precision would do.
+    plain = config.model_copy(update={"compute_dtype": "float32"})
+    engine = FsdpEngine(model, plain, alone, META, 16_384, optimizer=OptimizerConfig(), num_updates=2)
+    if config.gradient_checkpointing and config.lora is None:
+        recompute_layers(model.model, "models.policy")
+    engine.compute_dtype = dtype
+    (micro_batch,) = engine.micro_batches(batch)
+    with LiveBytes() as live, torch.autograd.set_multithreading_enabled(False):
+        live.know(model)
+        found = live.on_top(lambda: engine.forward(micro_batch, "value").log_probs.sum().backward())
+    return found, micro_batch
+
+
 @pytest.mark.usefixtures("attends")
 @pytest.mark.filterwarnings("ignore:AdamW starts many kernels")
 @pytest.mark.parametrize(
@@ -136,30 +185,31 @@ def test_a_pass_takes_what_the_plan_says(
     prompts = 16_384 // (1024 + SIBLINGS * response)
     folder = write_model(tmp_path / "model", **{**QWEN, "num_hidden_layers": layers})
     config = ModelConfig.model_validate({"path": folder, "compute_dtype": "bfloat16", **changes})
-    dtype = getattr(torch, config.compute_dtype)
-    model = model_on_meta(config, dtype)
-    for parameter in [one for _, one in model.trained_weights()]:
-        parameter.requires_grad_(requires_grad=True)
-    alone = ProcessGroup((0,), 0)
-    # Weights are not sharded, which half precision would do.
-    plain = config.model_copy(update={"compute_dtype": "float32"})
-    engine = FsdpEngine(model, plain, alone, META, 16_384, optimizer=OptimizerConfig(), num_updates=2)
-    if config.gradient_checkpointing and config.lora is None:
-        recompute_layers(model.model, "models.policy")
-    engine.compute_dtype = dtype
-    (micro_batch,) = engine.micro_batches(groups(prompts, 1024, response))
+    found, micro_batch = taken_by_a_pass(config, groups(prompts, 1024, response))
     tokens = len(micro_batch.tokens)
-    with LiveBytes() as live, torch.autograd.set_multithreading_enabled(False):
-        live.know(model)
-        found = live.on_top(lambda: engine.forward(micro_batch, "value").log_probs.sum().backward())
     plan = plan_of("grpo", **settings(folder, prompts, 1024, response, tokens, **changes))
     assert plan.memory is not None
     parts = plan.memory.accelerator.phases["policy trains"]
     own = ("activations", "copies for attention", "gradients of attention", "logits", "gradient of the head")
     assert 0.97 * found < sum(parts.get(name, 0) for name in own) < 1.15 * found, parts
-    if dtype == torch.bfloat16 and not config.gradient_checkpointing:
+    if config.compute_dtype == "bfloat16" and not config.gradient_checkpointing:
         laid_out = sum(len(block.before) for block in blocks_of(micro_batch.families))
         assert parts["copies for attention"] == laid_out * 2 * 2 * 128 * 2 * layers
+
+
+@pytest.mark.usefixtures("attends")
+@pytest.mark.filterwarnings("ignore:AdamW starts many kernels")
+@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}])
+def test_attention_to_chosen_keys_takes_what_the_plan_says(tmp_path: Path, changes: dict[str, object]) -> None:
+    """Four times as much as attention to all keys: sequences are laid out apart, with their prompts."""
+    prompts, folder = 4, write_model(tmp_path / "model", **CHOOSING)
+    config = ModelConfig.model_validate({"path": folder, "compute_dtype": "bfloat16", **changes})
+    found, micro_batch = taken_by_a_pass(config, groups(prompts, 1024, 64))
+    plan = plan_of("grpo", **settings(folder, prompts, 1024, 64, len(micro_batch.tokens), **changes))
+    assert plan.memory is not None
+    parts = plan.memory.accelerator.phases["policy trains"]
+    own = ("activations", "copies for attention", "attention to chosen keys", "logits", "gradient of the head")
+    assert 0.95 * found < sum(parts.get(name, 0) for name in own) < 1.15 * found, parts
 
 
 # Generation
@@ -296,3 +346,56 @@ def test_a_small_pass_on_a_cpu_takes_what_the_plan_says(tmp_path: Path, dtype: s
     parts = dict(plan.memory.cpu.phases["policy trains"])
     del parts["gathered weights"]  # the model is in the type that computes
     assert 0.95 * found < sum(parts.values()) < 1.15 * found, parts
+
+
+def resident_bytes() -> int:
+    """Memory of this process that the system cannot take back."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+
+
+def most_resident(work: Callable[[], object]) -> int:
+    """Most of it during some work."""
+    found, is_over = [resident_bytes()], threading.Event()
+
+    def sample() -> None:
+        while not is_over.wait(0.001):
+            found.append(resident_bytes())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        work()
+    finally:
+        is_over.set()
+        thread.join()
+    return max(found)
+
+
+@pytest.mark.parametrize(("is_tied", "num_passes", "times"), [(True, 1, 2), (True, 2, 3), (False, 2, 3)])
+def test_gradients_of_words_take_what_the_plan_says(
+    tmp_path: Path, *, is_tied: bool, num_passes: int, times: int
+) -> None:
+    """A model that is hardly more than its words; `LiveBytes` would keep autograd from adding gradients in place."""
+    sizes = {"hidden_size": 512, "num_hidden_layers": 1, "head_dim": 16, "intermediate_size": 64, "vocab_size": 50_000}
+    folder = write_model(tmp_path / "model", model_type="qwen3", tie_word_embeddings=is_tied, **sizes)
+    config, cpu = ModelConfig(path=folder, compute_dtype="float32"), torch.device("cpu")
+    model = empty_causal_lm(config, "policy")
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.full(parameter.shape, 0.01)))
+    if is_tied:
+        model.model.tie_weights()
+    engine = FsdpEngine(model, config, ProcessGroup((0,), 0), cpu, 2048, optimizer=OptimizerConfig(), num_updates=2)
+    (micro_batch,) = engine.micro_batches(groups(1, 8, 2))
+    trim_host_memory()
+    before = resident_bytes()
+    for _ in range(num_passes):
+        found = most_resident(lambda: engine.forward(micro_batch, "value").log_probs.sum().backward()) - before
+        trim_host_memory()
+    words = 512 * 50_000 * 4
+    assert found / words == pytest.approx(times, abs=0.3)
+    plan = plan_of("grpo", **settings(folder, num_passes, 8, 2, len(micro_batch.tokens), compute_dtype="float32"))
+    assert plan.memory is not None
+    phase = plan.memory.cpu.phases["policy trains"]
+    assert sum(phase.values()) / words == pytest.approx(times, abs=0.3)

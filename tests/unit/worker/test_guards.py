@@ -21,7 +21,13 @@ from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.workflow import resolve_workflow
 from leaderless.stages.context import Grader, StageContext
-from leaderless.stages.mini_batches import NORM_WINDOW, find_breaches, guarded_step
+from leaderless.stages.mini_batches import (
+    NORM_WINDOW,
+    STEPS_BETWEEN_WARNINGS,
+    GuardedNumbers,
+    find_breaches,
+    guarded_step,
+)
 from leaderless.training.engine import Trainable, UpdateInfo
 from leaderless.worker.agreement import StepEnd, agree
 from leaderless.worker.supervision.guards import Guards, RollBack
@@ -33,7 +39,7 @@ NAN, INF = math.nan, math.inf
 @pytest.mark.parametrize(
     ("settings", "numbers", "said"),
     [
-        ({}, (0.5, 1e9, 0.0), []),
+        ({}, (0.5, 1e9, GuardedNumbers(0.0, 0.5)), []),
         ({}, (NAN, 1.0), [("non_finite_loss", "skip")]),
         ({"non_finite_loss": "warn"}, (-INF, 1.0), [("non_finite_loss", "warn")]),
         ({}, (0.5, INF), [("non_finite_gradient", "skip")]),
@@ -42,14 +48,38 @@ NAN, INF = math.nan, math.inf
         ({"grad_norm_limit": 2.0}, (0.5, 2.1), [("grad_norm_limit", "skip")]),
         ({"grad_norm_limit": 2.0, "grad_norm_action": "roll_back"}, (0.5, 2.1), [("grad_norm_limit", "roll_back")]),
         ({"grad_norm_factor": 3.0}, (0.5, 1e9), []),
-        ({"grad_norm_factor": 3.0}, (0.5, 6.0, None, 2.0), []),
-        ({"grad_norm_factor": 3.0}, (0.5, 6.1, None, 2.0), [("grad_norm_factor", "skip")]),
-        ({"grad_norm_factor": 3.0, "grad_norm_limit": 9.0}, (0.5, 6.1, None, 2.0), [("grad_norm_factor", "skip")]),
-        ({"grad_norm_factor": 3.0, "grad_norm_limit": 9.0}, (0.5, INF, None, 2.0), [("non_finite_gradient", "skip")]),
-        ({"entropy_limit": 0.1}, (0.5, 1.0, 0.1), []),
-        ({"entropy_limit": 0.1}, (0.5, 1.0, 0.09), [("entropy_limit", "warn")]),
-        ({"entropy_limit": 0.1, "entropy_action": "stop"}, (0.5, 1.0, 0.09), [("entropy_limit", "stop")]),
+        ({"grad_norm_factor": 3.0}, (0.5, 6.0, GuardedNumbers(), 2.0), []),
+        ({"grad_norm_factor": 3.0}, (0.5, 6.1, GuardedNumbers(), 2.0), [("grad_norm_factor", "skip")]),
+        (
+            {"grad_norm_factor": 3.0, "grad_norm_limit": 9.0},
+            (0.5, 6.1, GuardedNumbers(), 2.0),
+            [("grad_norm_factor", "skip")],
+        ),
+        (
+            {"grad_norm_factor": 3.0, "grad_norm_limit": 9.0},
+            (0.5, INF, GuardedNumbers(), 2.0),
+            [("non_finite_gradient", "skip")],
+        ),
+        ({"entropy_limit": 0.1}, (0.5, 1.0, GuardedNumbers(0.1)), []),
+        ({"entropy_limit": 0.1}, (0.5, 1.0, GuardedNumbers(0.09)), [("entropy_limit", "warn")]),
+        (
+            {"entropy_limit": 0.1, "entropy_action": "stop"},
+            (0.5, 1.0, GuardedNumbers(0.09)),
+            [("entropy_limit", "stop")],
+        ),
         ({"entropy_limit": 0.1}, (0.5, 1.0), []),
+        ({}, (0.5, 1.0, GuardedNumbers(None, 0.49)), [("effective_samples_limit", "warn")]),
+        ({"effective_samples_limit": None}, (0.5, 1.0, GuardedNumbers(None, 0.01)), []),
+        (
+            {"effective_samples_limit": 0.9},
+            (0.5, 1.0, GuardedNumbers(None, 0.89)),
+            [("effective_samples_limit", "warn")],
+        ),
+        (
+            {"effective_samples_action": "skip"},
+            (0.5, 1.0, GuardedNumbers(2.0, 0.1)),
+            [("effective_samples_limit", "skip")],
+        ),
     ],
 )
 def test_a_guard_speaks_beyond_its_limit_and_not_at_it(settings, numbers, said) -> None:
@@ -70,14 +100,20 @@ class Engine:
         return UpdateInfo(norm, 1.0, is_made=self.made[-1])
 
 
-def updates(engine: Engine, state: dict[str, float] | None = None, **guards: object) -> StageContext:
+def updates(
+    engine: Engine,
+    state: dict[str, float] | None = None,
+    step: int = 7,
+    watched: GuardedNumbers = GuardedNumbers(1.0),  # noqa: B008
+    **guards: object,
+) -> StageContext:
     """Make an update for each gradient of an engine."""
     recipe = make_recipe(guards=guards)
     plan = make_plan(recipe, resolve_workflow("grpo"), Cluster(1))
     context = StageContext(
         recipe=recipe,
         node=plan["policy"],
-        step=7,
+        step=step,
         process_group=GROUP,
         metrics=Metrics(),
         run_directory=cast("RunDirectory", None),
@@ -88,8 +124,34 @@ def updates(engine: Engine, state: dict[str, float] | None = None, **guards: obj
         num_roll_backs=2,
     )
     while engine.norms:
-        guarded_step(cast("Trainable", engine), context, 0.5, 1.0)
+        guarded_step(cast("Trainable", engine), context, 0.5, watched)
     return context
+
+
+def test_numbers_of_a_mini_batch_are_those_of_all_ranks() -> None:
+    assert GuardedNumbers.of([6.0, 4.0, 5.0, 9.0, 4.0]) == (1.5, 25 / 36)
+    assert GuardedNumbers.of([0.0] * 5) == (None, None)
+
+
+def test_too_few_effective_samples_are_a_warning_once_per_some_steps() -> None:
+    state: dict[str, float] = {}
+    warned = list[int]()
+    for step in range(1, 2 * STEPS_BETWEEN_WARNINGS + 2):
+        engine = Engine(1.0, 1.0)
+        context = updates(engine, state, step, GuardedNumbers(1.0, 0.4))
+        assert engine.made == [True, True], "a warning changes nothing"
+        warned += [step for _ in context.events]
+    assert warned == [1, 1 + STEPS_BETWEEN_WARNINGS, 1 + 2 * STEPS_BETWEEN_WARNINGS]
+    event = context.events[0]
+    assert "effective_samples_limit=0.5: 0.4 is below it; training continues" in str(event)
+    assert "algorithm.correction" in event.remedy
+    assert len(updates(Engine(1.0), state, 3, GuardedNumbers(1.0, 0.4)).events) == 1, (
+        "a roll-back has led to an earlier step"
+    )
+    skipped = [
+        updates(Engine(1.0), state, 50 + n, GuardedNumbers(1.0, 0.4), effective_samples_action="skip") for n in (0, 1)
+    ]
+    assert [len(one.events) for one in skipped] == [1, 1], "what has been done is always said"
 
 
 def test_more_skips_in_a_row_than_allowed_stop_the_run() -> None:
@@ -210,10 +272,37 @@ def test_events_of_steps_that_are_done_again_are_forgotten_and_history_stays(tmp
 def test_a_share_of_failed_rewards_is_judged_by_its_pool(tmp_path: Path) -> None:
     nodes = make_plan(make_recipe(), resolve_workflow("grpo"), Cluster(1)).nodes
     guards = guards_of(RunDirectory(tmp_path), reward_failures_limit=0.25, reward_failures_action="warn")
-    assert guards.judge_rewards(3, {"reward/failed_share": 0.25}, nodes) == []
-    assert guards.judge_rewards(3, {}, ()) == []
-    (said,) = guards.judge_rewards(3, {"reward/failed_share": 0.3}, nodes)
+    assert guards.judge(3, {"reward/failed_share": 0.25}, nodes) == []
+    assert guards.judge(3, {}, ()) == []
+    (said,) = guards.judge(3, {"reward/failed_share": 0.3}, nodes)
     assert (said.guard, said.value, said.limit, said.action, said.node) == (
         *("reward_failures_limit", 0.3, 0.25),
         *("warn", "reward"),
     )
+
+
+def test_a_kind_of_failure_above_its_share_is_named_and_warned_of_once_in_twenty_steps(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    recipe = make_recipe(environment={"type": "tests.unit.environments.breaks:Breaks", "tool_format": "hermes"})
+    nodes = make_plan(recipe, resolve_workflow("grpo"), Cluster(1)).nodes
+    guards = guards_of(directory, failures_limit=0.25)
+    shares = {"failure/tool": 0.5, "failure/grader": 0.3, "failure/policy": 1.0, "failure/sandbox": 0.25}
+    found = guards.judge(3, shares, nodes)
+    assert [(one.kind, one.node, one.value, one.guard, one.action) for one in found] == [
+        ("tool", "rollout", 0.5, "failures_limit", "warn"),
+        ("grader", "reward", 0.3, "failures_limit", "warn"),
+    ], "the policy's own are no alarm, and a share at the limit is none"
+    assert "guards.failures_limit=0.25: 0.5 (episodes with a failure of the kind 'tool') is above it" in str(found[0])
+    assert GuardEvent.from_json(found[0].to_json()) == found[0]
+    assert guards.judge(22, shares, nodes) == []
+    assert [one.kind for one in guards.judge(22, shares | {"failure/sandbox": 0.3}, nodes)] == ["sandbox"]
+    assert {one.kind for one in guards.judge(23, shares, nodes)} == {"tool", "grader"}
+    assert guards_of(directory, failures_limit=None).judge(3, shares, nodes) == []
+    stopping = guards_of(directory, failures_limit=0.25, failures_action="stop")
+    assert len(stopping.judge(3, shares, nodes)) == len(stopping.judge(4, shares, nodes)) == 2
+    directory.note_failure(1, 0, "grader", "math: no answer")
+    directory.note_failure(2, 0, "tool", "the tool 'x' raised OSError")
+    directory.note_failure(2, 1, "tool", "another one")
+    assert directory.first_failure("tool") == "the tool 'x' raised OSError"
+    with pytest.raises(GuardStop, match=r"mend what fails.*the first was the tool 'x' raised OSError"):
+        stopping.must_roll_back(3, StepEnd(False, False, 0, tuple(stopping.judge(3, shares, nodes))), lambda: None)

@@ -79,6 +79,6 @@ def test_the_seconds_of_a_run_are_added_up_by_pool_and_state() -> None:
 
 @pytest.mark.parametrize("name", ["seconds/0-3,8/wait_rows", "seconds/0/other"])
 def test_the_metrics_are_known_by_their_names(name: str) -> None:
-    from leaderless.planner.workflow.metrics import known_metric
+    from leaderless.observability.known_metrics import known_metric
 
     assert known_metric(name) is not None

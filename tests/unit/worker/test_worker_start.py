@@ -43,6 +43,6 @@ def test_a_run_names_packages_that_are_too_old_before_it_begins(
     for local_rank in (0, 1):
         place, recipe = RankInfo(local_rank, 2, local_rank, 2), make_recipe(run={"directory": str(tmp_path)})
         with ExitStack() as stack, pytest.raises(ConnectionError):
-            process._join(recipe, cast("Plan", None), place, display, stack)
+            process._join(recipe, cast("Plan", SimpleNamespace(instances=())), place, display, stack)
         (warning,) = shown
         assert warning == f"this run may fail: transformers is 5.1.0, but must be >=999: {versions.REMEDY}"

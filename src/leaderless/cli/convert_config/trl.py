@@ -294,7 +294,7 @@ ROWS: tuple[Row, ...] = (
     *absent("the reference stays as it is", "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps"),
     *absent("all tokens count alike", "top_entropy_quantile off_policy_mask_threshold"),
     *absent(
-        "an engine runs next to the ranks, see the guide of engines",
+        "start `leaderless engine` there, and name it in `rollout.external.addresses`",
         "vllm_server_base_url vllm_server_host vllm_server_port",
     ),
     *absent("export to a folder, and push it yourself", "push_to_hub hub_model_id"),

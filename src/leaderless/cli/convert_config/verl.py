@@ -28,6 +28,7 @@ from leaderless.cli.convert_config.verl_names import AGGREGATIONS, ENGINES, ESTI
 from leaderless.config.source import Setting
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
+ARGUMENTS = "rollout.external.arguments"
 _LOSS, _LOW, _HIGH = (f"{ACTOR}.{key}" for key in ("policy_loss.loss_mode", "clip_ratio_low", "clip_ratio_high"))
 _CORRECTION = "algorithm.rollout_correction"
 _KINDS = "`mse` is `k2`, `low_var_kl` is `k3`; `+` at the end: `unbiased_gradient`"
@@ -223,9 +224,14 @@ def _steps(value: Setting, _: Values) -> Made:
     return {} if value is None else {"steps": whole(value, "trainer.total_training_steps")}
 
 
-def _tensor_parallel(value: Setting, _: Values) -> Made:
-    size = whole(value, "tensor_model_parallel_size")
-    return {"layout.rollout.tp": size} if size > 1 else {}
+def _engine_size(axis: str, theirs: str) -> Row:
+    """A row for the number of ranks that an engine has along an axis."""
+
+    def convert(value: Setting, _: Values) -> Made:
+        size = whole(value, theirs)
+        return {f"layout.rollout.{axis}": size} if size > 1 else {}
+
+    return Row(f"{ROLLOUT}.{theirs}", f"layout.rollout.{axis}", convert=convert, meaning="if above 1")
 
 
 def _sampled(value: Setting, values: Values) -> Made:
@@ -379,7 +385,11 @@ ROWS: tuple[Row, ...] = (
     as_number(f"{ROLLOUT}.top_p", "rollout.top_p"),
     _top_k("rollout.top_k", f"{ROLLOUT}.top_k"),
     as_number(f"{ROLLOUT}.gpu_memory_utilization", "rollout.external.memory_fraction"),
-    Row(f"{ROLLOUT}.tensor_model_parallel_size", "layout.rollout.tp", convert=_tensor_parallel, meaning="if above 1"),
+    _engine_size("tp", "tensor_model_parallel_size"),
+    _engine_size("pp", "pipeline_model_parallel_size"),
+    _engine_size("ep", "expert_parallel_size"),
+    as_whole(f"{ROLLOUT}.max_num_batched_tokens", f"{ARGUMENTS}.max_num_batched_tokens"),
+    as_switch(f"{ROLLOUT}.enable_chunked_prefill", f"{ARGUMENTS}.enable_chunked_prefill"),
     as_whole(f"{ROLLOUT}.max_num_seqs", "rollout.max_sequences"),
     as_whole(f"{ROLLOUT}.val_kwargs.n", "evaluation.responses_per_prompt", 1),
     Row(f"{ROLLOUT}.val_kwargs.do_sample", "evaluation.temperature", False, "false: 0", _sampled),
@@ -423,7 +433,7 @@ ROWS: tuple[Row, ...] = (
     *needless("placed by the planner", f"{ACTOR}.strategy critic.strategy"),
     *needless(
         "placed by the planner",
-        "mode load_format free_cache_engine enforce_eager enable_chunked_prefill max_num_batched_tokens",
+        "mode load_format free_cache_engine enforce_eager",
         f"{ROLLOUT}.",
     ),
     *absent(

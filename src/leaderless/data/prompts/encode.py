@@ -46,6 +46,7 @@ class Tokenizer(Protocol):
         tools: Sequence[Json] | None = None,
         add_generation_prompt: bool,
         tokenize: bool,
+        **options: Json,
     ) -> str:
         """A conversation, and the tools that it may use, as the text that the model was trained on."""
 

@@ -36,6 +36,11 @@ def unreachable_hub(name: str) -> str:
     return "" if Path(name).exists() else _unreachable()
 
 
+def explained(error: Exception, unreachable: str) -> str:
+    """The text of an error and what `unreachable_hub` says, as one sentence."""
+    return f"{str(error).rstrip('. ')}{unreachable}" if unreachable else str(error)
+
+
 @cache
 def _unreachable() -> str:
     remedy = "connect, or download it where there is a connection and name the folder or file"
@@ -74,7 +79,7 @@ class HubRows:
             raise RecipeError.at(
                 "data",
                 f"'{config.path}' is no local file or folder, and the hub does not give it: {type(error).__name__}: "
-                f"{error}{unreachable}",
+                f"{explained(error, unreachable)}",
             ) from error
 
     def plain(self, values: Mapping[str, object], place: str) -> Row:

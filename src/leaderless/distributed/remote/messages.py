@@ -8,12 +8,14 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from io import BufferedReader
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from leaderless.base.values import Json
 from leaderless.distributed.weights.buckets import torch_dtype
 
 
@@ -30,8 +32,10 @@ class Settings:
     memory_fraction: float
     kv_cache_bytes: int | None  # None for everything that the fraction leaves
     enable_graphs: bool
-    tensor_parallel_size: int = 1  # ranks that make one engine together
-    meeting: str | None = None  # file in which processes of an engine find each other; None for one that is alone
+    tensor_parallel_size: int = 1  # ranks that divide each layer of one engine
+    num_stages: int = 1  # parts into which ranks divide the layers of one engine
+    divides_experts: bool = False  # whether these ranks have whole experts each, in place of a part of each
+    meeting: str | None = None  # URL of the place where processes of an engine find each other; None for one alone
     rank: int = 0  # of this process among those that meet
     device_index: int = 0  # of this process's device, among those that it sees
     sees_images: bool = False  # whether prompts may have images
@@ -41,6 +45,8 @@ class Settings:
     expert_layers: Sequence[int] = ()  # layers whose choices of experts are recorded; none if they are not
     experts_per_token: int = 0  # that each of these layers chooses
     most_support: int = 0  # largest `top_k` of requests that record the tokens that could be drawn
+    arguments: Mapping[str, Json] = field(default_factory=dict)  # further ones, by the engine's own names
+    num_drafts: int = 0  # tokens that it drafts at a time, as its arguments say
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -82,7 +88,8 @@ class Gain(NamedTuple):
     weights that sampled the tokens. `cached_tokens` counts tokens of the prompt whose keys and values the engine still
     had; it may be repeated with each gain. `experts` are the choices for tokens that have been read, in base64, one
     entry for each: first for the prompt, then for the response but its last one. `support` are the tokens that could be
-    drawn in place of each new one, int32 in base64; without any if it could be any token.
+    drawn in place of each new one, int32 in base64; without any if it could be any token. `drafts` are the numbers of
+    tokens that were drafted for the response and accepted, at its end, if the engine drafts any.
     """
 
     id: int
@@ -93,6 +100,7 @@ class Gain(NamedTuple):
     cached_tokens: int = 0
     experts: Sequence[str] = ()
     support: Sequence[str] = ()
+    drafts: Sequence[int] = ()
 
 
 def joined(gains: Iterable[Gain]) -> list[Gain]:
@@ -106,12 +114,12 @@ def joined(gains: Iterable[Gain]) -> list[Gain]:
 def _join(parts: Sequence[Gain]) -> Gain:
     ids, tokens, log_probs, reasons, versions, cached, *recorded = zip(*parts, strict=True)
     assert versions[0] == versions[-1], "other weights abort what is in progress"
-    experts, support = ([*chain(*one)] for one in recorded)
+    experts, support, drafts = ([*chain(*one)] for one in recorded)
     sampled = [*chain(*tokens)], [*chain(*log_probs)]
-    return Gain(ids[0], *sampled, reasons[-1], versions[0], cached[0], experts, support)
+    return Gain(ids[0], *sampled, reasons[-1], versions[0], cached[0], experts, support, drafts)
 
 
-RECORDED = ("experts", "support")
+RECORDED = ("experts", "support", "drafts")
 """Fields of a gain that only some runs need."""
 
 
@@ -167,6 +175,24 @@ NUMBER = "Call-Number"
 """Header with the number of a call that may be sent again over another connection."""
 
 
+BYTES = "application/octet-stream"
+"""Type of a call with bytes behind its arguments."""
+HEAD_BYTES = 8
+"""Bytes of the length of arguments, before these."""
+
+
+def framed(body: Json, data: memoryview) -> list[bytes | memoryview]:
+    """Arguments of a call and bytes, as parts of one message, which `unframed` takes apart."""
+    text = json.dumps(body).encode()
+    return [len(text).to_bytes(HEAD_BYTES), text, data]
+
+
+def unframed(message: bytearray) -> tuple[dict[str, Any], memoryview]:
+    """Arguments and bytes of a message of `framed`."""
+    begin = HEAD_BYTES + int.from_bytes(message[:HEAD_BYTES])
+    return json.loads(message[HEAD_BYTES:begin]), memoryview(message)[begin:]
+
+
 class _Answer(NamedTuple):
     """The last answer, with the number of its call; None if the call had none."""
 
@@ -185,6 +211,8 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # an answer is two packets, and the second must not wait
     memory = SharedMemory()
+    attached = memoryview(b"")
+    """Bytes of the call."""
     last: ClassVar[_Answer] = _Answer(None, 0, b"")
     token: str
 
@@ -195,8 +223,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Answer a call."""
         length = int(self.headers.get("Content-Length") or 0)
-        body = self.rfile.read(length)
-        if len(body) < length:  # the connection is lost, and the call will be sent again
+        body = bytearray(length)
+        if self._fill(memoryview(body)) < length:  # the connection is lost, and the call will be sent again
             self.close_connection = True
             return
         if not hmac.compare_digest(self.headers.get("Authorization") or "", f"Bearer {self.token}"):
@@ -207,9 +235,18 @@ class Handler(BaseHTTPRequestHandler):
             type(self).last = _Answer(number, *self._result(body))
         self._send(self.last.status, self.last.body)
 
-    def _result(self, body: bytes) -> tuple[int, bytes]:
+    def _fill(self, room: memoryview) -> int:
+        """Read a body, and return how much of it has come."""
+        filled = 0
+        while filled < len(room) and (count := cast("BufferedReader", self.rfile).readinto(room[filled:])):
+            filled += count
+        return filled
+
+    def _result(self, body: bytearray) -> tuple[int, bytes]:
+        has_bytes = self.headers.get("Content-Type") == BYTES
         try:
-            return 200, json.dumps(self.answer(self.path.removeprefix("/"), json.loads(body or b"{}"))).encode()
+            arguments, self.attached = unframed(body) if has_bytes else (json.loads(body or b"{}"), memoryview(b""))
+            return 200, json.dumps(self.answer(self.path.removeprefix("/"), arguments)).encode()
         except Exception as error:  # noqa: BLE001  (it is sent to the rank)
             traceback.print_exc()
             return 500, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
@@ -229,9 +266,9 @@ class Handler(BaseHTTPRequestHandler):
         """Calls are not logged: there is one for each step."""
 
 
-def bind(port: int, handler: type[Handler], token: str) -> HTTPServer:
-    """Take a port of the loopback interface; calls are accepted once the server is activated."""
-    server = HTTPServer(("127.0.0.1", port), handler, bind_and_activate=False)
+def bind(port: int, handler: type[Handler], token: str, host: str = "127.0.0.1") -> HTTPServer:
+    """Take a port of an interface, by default that of this machine alone; calls are accepted after activation."""
+    server = HTTPServer((host, port), handler, bind_and_activate=False)
     server.server_bind()
     handler.token = token
     return server

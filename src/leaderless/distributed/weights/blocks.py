@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Placement as PlacedPart
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from leaderless.planner import Layout
 
@@ -184,3 +187,13 @@ class HeldWeights:
     def shapes(self) -> dict[str, Shape]:
         """Shapes of the whole weights, by name."""
         return {name: weight.shape for name, weight in self.weights.items()}
+
+
+def part_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[PlacedPart], shape: torch.Size) -> DTensor:
+    """A whole tensor of a shape, of which this rank has a part, on any device.
+
+    `DTensor.from_local` would copy what is in host memory to the device of the mesh.
+    """
+    strides = torch.empty(shape, device="meta").stride()
+    described = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, strides, local.dtype))
+    return DTensor(local, described, requires_grad=False)  # type: ignore[no-untyped-call]

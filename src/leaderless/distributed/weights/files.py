@@ -6,6 +6,7 @@ the file, and else through a small buffer; bytes between its rows stay unread wh
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -139,9 +140,16 @@ def _read_run(content: BinaryIO, stored: StoredTensor, offsets: tuple[int, ...],
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the host."""
-    view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
-    return view
+    """The memory of a contiguous tensor of the host; the tensor stays as long as the view.
+
+    Torch never empties a storage again that numpy has seen, as weights that sleep need it.
+    """
+    flat = tensor.detach().reshape(-1)
+    if not flat.nbytes:
+        return memoryview(bytearray())
+    memory = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())
+    memory.tensor = flat  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 def _fill(memory: memoryview, content: BinaryIO, place: int) -> None:

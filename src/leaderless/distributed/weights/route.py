@@ -23,6 +23,7 @@ from functools import cached_property
 import torch
 
 from leaderless.distributed.weights.blocks import Pool, Shape, WeightBlock, WeightDivision, even_rows, whole_block
+from leaderless.distributed.weights.sent import SentWeights, Traffic
 from leaderless.planner.layout import all_ranks
 from leaderless.planner.memory.limits import DEVICE_WEIGHT_BUCKET_BYTES as DEVICE_BUCKET_BYTES
 from leaderless.planner.memory.limits import WEIGHT_BUCKET_BYTES as BUCKET_BYTES
@@ -74,6 +75,11 @@ class WeightRoute:
         dtype: Type in which they are sent, the takers' own.
         rank: This rank, which is a holder, a taker or both.
         is_gathered: Whether the takers, who want everything, gather it among themselves.
+
+    Attributes:
+        sent: Numbers that this rank has sent last, on all ranks of a route where differences from them are sent; None
+            on those of a route where all numbers are sent each time.
+        traffic: All messages that this rank has sent.
     """
 
     def __init__(
@@ -89,12 +95,20 @@ class WeightRoute:
     ) -> None:
         self.what, self.shapes, self.holders, self.takers, self.dtype = what, shapes, holders, takers, dtype
         self.rank, self.is_gathered = rank, is_gathered
+        self.sent: SentWeights | None = None
+        self.traffic = self._taken = Traffic()
         self._buckets = dict[int, Sequence[Sequence[RouteTurn]]]()
         self._legs = dict[int, Sequence[RouteLeg]]()
         # Takers that gather receive rows of their own, however the holders divide the weights: so nothing is sent
         # twice.
         self.receivers = Pool(takers.layout, even_rows) if self.is_gathered else takers
         """Ranks that receive weights from the holders, and the block that each receives."""
+
+    def take_traffic(self) -> Traffic:
+        """The messages that this rank has sent since the last call."""
+        total = self.traffic  # another thread may be sending
+        new, self._taken = total - self._taken, total
+        return new
 
     @property
     def ranks(self) -> tuple[int, ...]:

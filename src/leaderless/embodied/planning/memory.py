@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.environment import BodyConfig
+from leaderless.config.models import Offload
 from leaderless.planner.layout import most_prompts_of_rank
 from leaderless.planner.memory.model import FLOAT32_BYTES, number_bytes
+from leaderless.planner.memory.optimizer_states import kept_of
 from leaderless.planner.memory.rank import Bounds, MemoryEstimate, Parts, RankMemory, fullest_rank
 from leaderless.planner.plan import Plan
 from leaderless.planner.plan_parts import RoleInstance, answering
@@ -37,6 +39,7 @@ class BodySize:
         num_units: Log-probabilities of a decision, at most.
         frame_bytes: Bytes of an observation: its images and its state.
         choice_bytes: Bytes of what says what was chosen.
+        num_in_blocks: Trained weights of which `adamw_8bit` quantizes the moments.
     """
 
     num_parameters: int
@@ -49,6 +52,7 @@ class BodySize:
     num_units: int
     frame_bytes: int
     choice_bytes: int
+    num_in_blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,12 @@ class LearnerSize:
     Attributes:
         num_critics: Weights of the critics.
         trained_bytes: Bytes at the fullest moment of an update, for each transition, without gradients of weights.
+        num_in_blocks: Weights of the critics of which `adamw_8bit` quantizes the moments.
     """
 
     num_critics: int
     trained_bytes: int
+    num_in_blocks: int = 0
 
 
 def estimate_body_memory(
@@ -142,7 +148,30 @@ class BodyRank(RankMemory[BodyModelMemory]):
 
     def saved_bytes(self) -> int:
         """Weights and moments, and critics that follow others slowly."""
-        return sum(3 * model.trained + 4 * model.critics for model in self.models)
+        return sum(model.trained + 2 * model.critics + self._optimizer_bytes(model) for model in self.models)
+
+    def _optimizer_bytes(self, model: BodyModelMemory) -> int:
+        """What the optimizer keeps of a rank's share of the weights, and of the critics."""
+        if not model.trained:
+            return 0
+        config, size = self.recipe.as_seen_by(model.instance.role).optimizer, model.size
+        kept = sum(
+            one.bytes_on(model.shards) for one in kept_of(config, size.num_trained, in_blocks=size.num_in_blocks)
+        )
+        if (learner := model.learner) is not None:
+            critics = kept_of(config, learner.num_critics, in_blocks=learner.num_in_blocks)
+            kept += sum(one.bytes_on(1) for one in critics)
+        return kept
+
+    def _is_away(self, model: BodyModelMemory) -> bool:
+        """Whether what the optimizer keeps is elsewhere between updates."""
+        place = self.recipe.as_seen_by(model.instance.role).optimizer.offload
+        return place == "disk" or (place == "host" and not self.is_cpu)
+
+    def offloaded(self, where: Offload) -> Parts:
+        """What optimizers keep elsewhere."""
+        own = [one for one in self.models if self.recipe.as_seen_by(one.instance.role).optimizer.offload == where]
+        return {f"{one.instance.role} optimizer": self._optimizer_bytes(one) for one in own if one.trained}
 
     def loading(self) -> Parts:
         """Models are read whole, and then divided."""
@@ -169,8 +198,8 @@ class BodyRank(RankMemory[BodyModelMemory]):
         """Weights, optimizer and critics."""
         role = model.instance.role
         yield f"{role} weights", model.share
-        if model.trained:
-            yield f"{role} optimizer", 2 * (model.trained + model.critics)
+        if model.trained and not self._is_away(model):
+            yield f"{role} optimizer", self._optimizer_bytes(model)
         if model.critics:
             yield f"{role} critics", 2 * model.critics
         if model.generates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Self
 
@@ -26,6 +26,7 @@ from leaderless.embodied.policies.protocol import BodyPolicy, Observed
 from leaderless.embodied.policies.squashed import Critics, check_policy
 from leaderless.embodied.rollout.vector_envs import spaces_of
 from leaderless.embodied.simulators.protocol import Spaces
+from leaderless.planner.memory.optimizer_states import is_in_blocks
 
 FEW, MORE = 128, 512
 """Decisions whose passes are compared: enough that gradients of weights matter little."""
@@ -81,7 +82,13 @@ def _measured(model_text: str, key: str, body_text: str, is_critic: bool) -> Bod
         num_units=units,
         frame_bytes=frame,
         choice_bytes=4 * size,
+        num_in_blocks=_num_in_blocks(parameters),
     )
+
+
+def _num_in_blocks(parameters: Iterable[nn.Parameter]) -> int:
+    """Trained weights of which `adamw_8bit` quantizes the moments."""
+    return sum(one.numel() for one in parameters if one.requires_grad and is_in_blocks(one.shape, one.shape))
 
 
 @cache
@@ -105,7 +112,8 @@ def _measured_learner(model_text: str, key: str, body_text: str, sac: SacConfig)
         return log_probs.sum() - values.mean(0).sum()
 
     most = max(_bytes_of_one(critics_loss, critics), _bytes_of_one(policy_loss, policy))
-    return LearnerSize(sum(one.numel() for one in critics.parameters()), most)
+    num_critics = sum(one.numel() for one in critics.parameters())
+    return LearnerSize(num_critics, most, _num_in_blocks(critics.parameters()))
 
 
 def _bytes_of_one(compute: Callable[[int], Tensor], trained: nn.Module | None = None) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from leaderless.base.tokens import TOKEN_VARIABLE
 from leaderless.base.values import Json
 from leaderless.embodied.robots.arm import CommandOutcome, Reading, Refused
 from leaderless.embodied.robots.client import Address, RobotClient
@@ -17,7 +18,6 @@ from leaderless.embodied.simulators.protocol import Continuous, Observations, Sp
 from leaderless.environments.protocol import Task
 from leaderless.observability.console import print_line
 
-TOKEN_VARIABLE = "LEADERLESS_TOKEN"  # noqa: S105 - its name, not its value
 ASK_S = 0.5
 """Time between two questions whether a person has released an arm."""
 HELPED = "a person acted, and these actions were not the policy's: give `allows_help` where it may learn from them"

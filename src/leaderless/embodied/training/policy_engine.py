@@ -29,7 +29,8 @@ from leaderless.models.scoring import Entropy
 from leaderless.models.uploads import one_copy, placed
 from leaderless.training.engine import EngineSetup
 from leaderless.training.micro_batches import TEMPERATURES, MicroBatch
-from leaderless.training.sharded import ShardedModel, forget_order
+from leaderless.training.sharded import ShardedModel
+from leaderless.training.weight_sharding import WeightSharding, forget_order
 
 NO_WORDS = 1 << 62
 """Size of the vocabulary of a model without one: any token fits."""
@@ -387,6 +388,7 @@ def make_body_engine(setup: EngineSetup) -> BodyPolicyEngine | BodyValueEngine |
         setup.micro_batch_tokens,
         optimizer=setup.optimizer,
         num_updates=setup.num_updates,
+        division=WeightSharding(offload_folder=setup.sharding.offload_folder),
     )
     engine.grain = setup.body.config.log_prob
     return engine

@@ -28,7 +28,9 @@ from leaderless.embodied.rollout.vector_envs import spaces_of
 from leaderless.embodied.training.sharded_replay import Drawn, TransitionMemory
 from leaderless.models.uploads import one_copy, placed
 from leaderless.training.engine import EngineSetup
-from leaderless.training.optimizer import learning_rate_at, make_optimizer, may_be_fused
+from leaderless.training.optimizers.adamw import may_be_fused
+from leaderless.training.optimizers.make_optimizer import make_optimizer
+from leaderless.training.optimizers.optimizer import TrainedWeight, learning_rate_at
 
 WEIGHTS, CRITICS, POLICY = range(3)
 """Uses of random numbers; each has its own stream."""
@@ -76,11 +78,12 @@ class SacLearner:
         device: torch.device | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor,
         is_fused: bool = True,
+        offload_folder: Path | None = None,
     ) -> None:
         """Make critics with random weights, the same on every rank.
 
         By default it computes on the CPU, and alone. `is_fused` says whether the devices of all ranks compute a step of
-        the optimizer in one kernel.
+        the optimizer in one kernel, and `offload_folder` is for files of what optimizers keep, if these are offloaded.
         """
         self.config, self.num_updates = config, 0
         self._seed, self._sum, self._device = seed, sum_over_ranks, device or torch.device("cpu")
@@ -94,13 +97,16 @@ class SacLearner:
         self.log_temperature = nn.Parameter(start)
         self._target_entropy = config.target_entropy * policy.choice_size
         self._norms: list[tuple[str, Tensor]] = []  # of the gradients of an update
+        self._trained = {
+            "critics": [*self.critics.named_parameters()],
+            "policy": [*self.policy.named_parameters()],
+            "temperature": [("log_temperature", self.log_temperature)],
+        }
         self._optimizers = {
-            name: make_optimizer(parameters, optimizer, is_fused=is_fused)
-            for name, parameters in (
-                ("critics", self.critics.parameters()),
-                ("policy", self.policy.parameters()),
-                ("temperature", [self.log_temperature]),
+            part: make_optimizer(
+                [TrainedWeight(*one) for one in weights], optimizer, is_fused=is_fused, folder=offload_folder
             )
+            for part, weights in self._trained.items()
         }
 
     def update(self, draw: Draw) -> Mapping[str, float]:
@@ -138,22 +144,17 @@ class SacLearner:
         found = {f"critics.{name}": one.detach() for name, one in self.critics.named_parameters()}
         found |= {f"slow_critics.{name}": one.detach() for name, one in self.slow_critics.named_parameters()}
         found["log_temperature"] = self.log_temperature.detach()
-        parts = {"critics": self.critics.named_parameters(), "policy": self.policy.named_parameters()}
         for part, optimizer in self._optimizers.items():
-            for name, parameter in parts.get(part, [("log_temperature", self.log_temperature)]):
-                moments = optimizer.state[parameter]
-                if not moments:
-                    moments["step"] = torch.zeros((), device=self._device)
-                    moments["exp_avg"], moments["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-                found |= {f"optimizer.{kind}.{part}.{name}": moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
+            for name, parameter in self._trained[part]:
+                states = optimizer.states(parameter).items()
+                found |= {f"optimizer.{kind}.{part}.{name}": kept for kind, kept in states}
         return found
 
     def state_loaded(self, num_updates: int) -> None:
         """Take over tensors of `state` that were written to, and the number of updates."""
         self.num_updates = num_updates
         for part, optimizer in self._optimizers.items():
-            for moments in optimizer.state.values():
-                moments["step"].fill_(float(num_updates * (self.config.critic_updates if part == "critics" else 1)))
+            optimizer.resume(num_updates * (self.config.critic_updates if part == "critics" else 1))
 
     def _chance(self, stream: int, number: int = 0) -> np.random.Generator:
         return np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, 1 + stream, number])))
@@ -223,9 +224,7 @@ class SacLearner:
         for parameter, gradient in zip(given, torch.split(whole, [one.numel() for one in given]), strict=True):
             parameter.grad = gradient.view_as(parameter).clone()
         optimizer = self._optimizers[name]
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate_at(config, self.num_updates, self.num_updates)
-        optimizer.step()
+        optimizer.step(learning_rate_at(config, self.num_updates, self.num_updates))
         optimizer.zero_grad()
 
 
@@ -269,6 +268,7 @@ class SacEngine:
             device=setup.device,
             sum_over_ranks=self._sum,
             is_fused=may_be_fused(setup.device, setup.process_group),
+            offload_folder=setup.sharding.offload_folder,
         )
 
     def _sum(self, values: Tensor) -> Tensor:

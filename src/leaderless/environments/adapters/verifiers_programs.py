@@ -25,12 +25,24 @@ from weakref import finalize
 from leaderless.base.leftover_processes import exit_in_words
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
-from leaderless.environments.guarded_environment import CRASH, EnvironmentFailure
+from leaderless.config.failures import FailureKind
+from leaderless.environments.guarded_environment import EnvironmentFailure
 from leaderless.environments.programs.chat import Chat
 from leaderless.environments.protocol import EpisodeFailed, Task
 
 _SCRIPT = Path(__file__).with_name("verifiers_worker.py")
 _SPLITS = ("train", "eval")
+_KINDS: Mapping[str, FailureKind] = {
+    "InvalidModelResponseError": "infrastructure",
+    "ModelError": "infrastructure",
+    "InfraError": "infrastructure",
+    "TunnelError": "infrastructure",
+    "SandboxError": "sandbox",
+    "BrowserSandboxError": "sandbox",
+    "ToolCallError": "tool",
+    "ToolError": "tool",
+}
+"""Kinds of the errors of verifiers; any other is the environment's."""
 _CHECK_S = 30.0
 _LEAVING_S = 2.0
 """Seconds that the process has to end by itself once its input has ended."""
@@ -65,7 +77,7 @@ class Verifiers:
         found = await shared(self._command).ask({"example": example, "split": split, **address})
         # A question that was refused because of the recipe's limits is an error to verifiers, and here the end.
         if "error" in found and (chat.overflow is None or "reward" not in found):
-            raise EpisodeFailed(f"verifiers: {found['error']}")
+            raise EpisodeFailed(f"verifiers: {found['error']}", _KINDS.get(str(found.get("type"))))
         return found
 
 
@@ -207,7 +219,7 @@ class _Answers:
         """The answer of a number, once it is there."""
         with self._lock:
             if self.end is not None:
-                raise EnvironmentFailure(CRASH, self.end)
+                raise EnvironmentFailure("infrastructure", self.end)
             future = self._waiting[number] = Future()
         return future
 
@@ -233,7 +245,7 @@ class _Answers:
             left = list(self._waiting.values())
         for future in left:
             if future.set_running_or_notify_cancel():
-                future.set_exception(EnvironmentFailure(CRASH, self.end))
+                future.set_exception(EnvironmentFailure("infrastructure", self.end))
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -67,9 +67,9 @@ class VerifiersPlayer:
                 dict(dataset[index]), self._package.OpenAIChatCompletionsClient(client), "policy", {}
             )
         found = {"reward": rollout["reward"], "metrics": rollout["metrics"], "stop": rollout.get("stop_condition")}
-        # An empty answer is the policy's own, and no failure: the rubric grades what there is.
-        if (error := rollout.get("error")) and error["error"] != "EmptyModelResponseError":
-            found["error"] = f"{error['error']}: {error['error_chain_str']}"
+        # An empty answer, or a call that cannot be read, is the policy's own: the rubric grades what there is.
+        if (error := rollout.get("error")) and error["error"] not in {"EmptyModelResponseError", "ToolParseError"}:
+            found |= {"error": f"{error['error']}: {error['error_chain_str']}", "type": error["error"]}
         return found
 
     def _rows(self, question: Mapping[str, Json]) -> Mapping[str, Json]:

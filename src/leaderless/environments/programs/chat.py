@@ -14,6 +14,7 @@ from leaderless.base.values import Json
 from leaderless.config import RecipeError
 from leaderless.environments.episode import Said, Trace
 from leaderless.environments.programs.conversations import (
+    OUT_OF_TOKENS,
     AskRefusedError,
     Context,
     Lines,
@@ -151,6 +152,7 @@ class Chat:
         tools: Sequence[Json] = (),
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        template: Mapping[str, Json] | None = None,
     ) -> ChatAnswer:
         """Let the policy answer messages.
 
@@ -161,6 +163,7 @@ class Chat:
             tools: Schemas of the tools that it may call, in the format of OpenAI's API.
             max_tokens: Most tokens of the answer; the recipe's limits hold as well.
             stop: Further texts that end the answer.
+            template: Further arguments of the chat template.
 
         Raises:
             AskRefusedError: The messages cannot be written, or a limit of the episode is reached.
@@ -175,10 +178,10 @@ class Chat:
         try:
             if tools and key not in self._readers:  # it takes some renderings of the chat template
                 self._readers[key] = find_reader(form, writer.tokenizer, tools, is_chat=writer.is_chat)
-            context = self._conversations.of_messages(messages, tools)
+            context = self._conversations.of_messages(messages, tools, template or {})
         except RecipeError as error:
             raise AskRefusedError(str(error)) from error
-        return await self._guarded(context, max_tokens, tuple(stop), self._readers.get(key))
+        return await self._guarded(context, max_tokens, tuple(stop), self._readers.get(key), tools)
 
     async def complete(
         self, prompt: str | Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
@@ -218,11 +221,16 @@ class Chat:
         return self._address
 
     async def _guarded(
-        self, context: Context, max_tokens: int | None, stop: tuple[str, ...], reader: Reader | None
+        self,
+        context: Context,
+        max_tokens: int | None,
+        stop: tuple[str, ...],
+        reader: Reader | None,
+        tools: Sequence[Json] = (),
     ) -> ChatAnswer:
         """Ask in a task, which is canceled with the episode."""
         begin = time.monotonic()
-        task = asyncio.ensure_future(self._answer(context, self._params(context, max_tokens, stop), reader))
+        task = asyncio.ensure_future(self._answer(context, self._params(context, max_tokens, stop), reader, tools))
         self._under_way.add(task)
         try:
             return await task
@@ -245,7 +253,7 @@ class Chat:
             raise self._over(
                 f"the conversation has {length} tokens, and may have {rules.max_tokens} ({rules.limits}): raise them, "
                 "or ask with less",
-                "context_length_exceeded",
+                OUT_OF_TOKENS,
             )
         self._num_turns += 1
         limited = rules.params.limited_to(min(room, max_tokens or room))
@@ -256,7 +264,9 @@ class Chat:
         self.overflow = self.overflow or refusal
         return refusal
 
-    async def _answer(self, context: Context, params: SamplingParams, reader: Reader | None) -> ChatAnswer:
+    async def _answer(
+        self, context: Context, params: SamplingParams, reader: Reader | None, tools: Sequence[Json]
+    ) -> ChatAnswer:
         from leaderless.rollout.engine import Request  # it imports torch, which plans do without
 
         key = tuple(context.tokens)
@@ -271,7 +281,7 @@ class Chat:
             raise AskRefusedError(str(error)) from error
         if completion.finish_reason == "aborted":
             raise AskRefusedError("the engine has given up the answer: ask again", "aborted")
-        answer = self._written(completion, context.tokens, reader, params.stop)
+        answer = self._written(completion, context.tokens, reader, params.stop, tools)
         facts = Said(
             completion.log_probs,
             completion.policy_versions,
@@ -286,7 +296,12 @@ class Chat:
         return answer
 
     def _written(
-        self, completion: Completion, prompt: Sequence[int], reader: Reader | None, stop: Sequence[str]
+        self,
+        completion: Completion,
+        prompt: Sequence[int],
+        reader: Reader | None,
+        stop: Sequence[str],
+        tools: Sequence[Json],
     ) -> ChatAnswer:
         """An answer as the program is given it."""
         content = _before(self.writer.text(completion.tokens), stop)
@@ -298,7 +313,7 @@ class Chat:
                 content = read.content
                 first = number_of(",".join(map(str, (*prompt, *completion.tokens))))
                 numbered = enumerate(read.calls, first)
-                calls = [call_of(f"call_{number:x}", call.name, call.arguments) for number, call in numbered]
+                calls = [call_of(f"call_{number:x}", call, tools) for number, call in numbered]
         reason: str = completion.finish_reason or "stop"
         if calls and reason == "stop":
             reason = "tool_calls"

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from leaderless.base.leftover_processes import exit_in_words
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
-from leaderless.environments.guarded_environment import CRASH, ENVIRONMENT, EnvironmentFailure
+from leaderless.environments.guarded_environment import EnvironmentFailure, kind_of_end
 from leaderless.environments.programs.chat import Chat
 from leaderless.environments.protocol import Task
 from leaderless.rewards.sandbox.sandboxes import bubblewrap_refusal, find_bubblewrap
@@ -36,9 +36,9 @@ _KEY = "environment.options"
 class Command:
     """Runs a command anew for each episode, in a process group that ends with the episode.
 
-    It finds the policy at OPENAI_BASE_URL with OPENAI_API_KEY, its task as JSON in LEADERLESS_TASK, and a text to seed
-    random numbers with in LEADERLESS_SEED. Its reward is the last line that it prints, as `{"reward": 1.0}`; or it
-    posts such an object to `$OPENAI_BASE_URL/reward`.
+    It finds the policy at OPENAI_BASE_URL with OPENAI_API_KEY, or at ANTHROPIC_BASE_URL with ANTHROPIC_API_KEY, its
+    task as JSON in LEADERLESS_TASK, and a text to seed random numbers with in LEADERLESS_SEED. Its reward is the last
+    line that it prints, as `{"reward": 1.0}`; or it posts such an object to `$OPENAI_BASE_URL/reward`.
 
     Args:
         command: Program and arguments.
@@ -71,13 +71,15 @@ class Command:
         row = json.dumps(task, ensure_ascii=False)
         if len(row.encode()) > _MAX_TASK_BYTES:
             raise EnvironmentFailure(
-                ENVIRONMENT,
+                "environment",
                 f"a task has {len(row.encode()):,} bytes as JSON, and an environment variable holds "
                 f"{_MAX_TASK_BYTES:,}: leave out columns, or name a file in the row",
             )
         facts = {
             "OPENAI_BASE_URL": chat.base_url,
             "OPENAI_API_KEY": chat.api_key,
+            "ANTHROPIC_BASE_URL": chat.base_url.removesuffix("/v1"),  # its clients add the version
+            "ANTHROPIC_API_KEY": chat.api_key,
             "LEADERLESS_TASK": row,
             "LEADERLESS_SEED": chat.rules.seed,
         }
@@ -114,7 +116,8 @@ class Command:
         if code != 0:
             shown = f"{printed.rstrip()}\n{told.rstrip()}".strip()[-_SHOWN_CHARACTERS:]
             raise EnvironmentFailure(
-                CRASH, f"the command '{self._name}' ended with {exit_in_words(code)}: {shown or 'no output'}"
+                kind_of_end(code),
+                f"the command '{self._name}' ended with {exit_in_words(code)}: {shown or 'no output'}",
             )
         if chat.reward is not None:
             return {"reward": chat.reward}
@@ -131,7 +134,7 @@ class Command:
             if isinstance(found, Mapping) and "reward" in found:
                 return found
         raise EnvironmentFailure(
-            ENVIRONMENT,
+            "environment",
             f"the command '{self._name}' gave no reward; its last line is {last[-80:]!r}: print "
             '{"reward": 1.0} as the last line, or post it to $OPENAI_BASE_URL/reward',
         )

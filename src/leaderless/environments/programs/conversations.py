@@ -18,6 +18,7 @@ from leaderless.environments.chat_writer import ChatWriter
 from leaderless.environments.episode import Said, Trace, TraceNode
 from leaderless.environments.pictures import is_image, message_with_files
 from leaderless.environments.protocol import Message
+from leaderless.environments.tools.calls import Call, offered_parameters, typed_arguments
 
 if TYPE_CHECKING:
     from leaderless.data.prompts.images import PromptImage
@@ -55,6 +56,10 @@ class Lines:
 def number_of(text: str) -> int:
     """63 bits that follow from a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+OUT_OF_TOKENS = "context_length_exceeded"
+"""Code of a question that is refused because the conversation is as long as it may be."""
 
 
 class AskRefusedError(ValueError):
@@ -125,10 +130,11 @@ def _templated(call: Mapping[str, Json]) -> Mapping[str, Json]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def call_of(identity: str, name: str, arguments: Mapping[str, Json]) -> Mapping[str, Json]:
-    """A call of a tool in the format of OpenAI's API."""
+def call_of(identity: str, call: Call, tools: Sequence[Json]) -> Mapping[str, Json]:
+    """A call of one of some tools in the format of OpenAI's API."""
+    arguments = typed_arguments(call, offered_parameters(call.name, tools))
     text = json.dumps(arguments, ensure_ascii=False)
-    return {"id": identity, "type": "function", "function": {"name": name, "arguments": text}}
+    return {"id": identity, "type": "function", "function": {"name": call.name, "arguments": text}}
 
 
 Key = str | tuple[int, ...]
@@ -167,19 +173,21 @@ class ProgramConversations:
     _followers: dict[int | None, list[TraceNode]] = field(default_factory=dict)
     _writers: dict[str, ChatWriter] = field(default_factory=dict)
 
-    def of_messages(self, messages: Sequence[Message], tools: Sequence[Json]) -> Context:
-        """The context of the answer to messages.
+    def of_messages(
+        self, messages: Sequence[Message], tools: Sequence[Json], template: Mapping[str, Json] | None = None
+    ) -> Context:
+        """The context of the answer to messages; with other tools or arguments of the template it is another one.
 
         Raises:
             RecipeError: The chat template cannot write them.
         """
-        keys, offered = [_key(message) for message in messages], json.dumps(tools, sort_keys=True)
+        keys, offered = [_key(message) for message in messages], json.dumps([tools, template or {}], sort_keys=True)
         found, num_known = self._longest(keys, offered)
         rest, left = messages[num_known:], keys[num_known:]
         node = self._same(found, left, offered)
         if node is None:
             if offered not in self._writers:
-                self._writers[offered] = replace(self.writer, tools=tools)
+                self._writers[offered] = replace(self.writer, tools=tools, options=template or {})
             writer = self._writers[offered]
             tokens = writer.begin(rest)[1] if found is None else writer.add(rest, found.tokens)
             node = self._add(found, tokens, rest, left, offered, images=writer.images(rest, tokens))
@@ -266,5 +274,17 @@ def _key(message: Message) -> Key:
         return json.dumps({**message, "content": content}, sort_keys=True)
     calls = message.get("tool_calls") or ()
     assert isinstance(calls, Sequence)
-    named = [call["function"] for call in calls if isinstance(call, Mapping)]
+    named = [_same_numbers(call["function"]) for call in calls if isinstance(call, Mapping)]
     return json.dumps(["assistant", str(content).strip(), named], sort_keys=True)
+
+
+def _same_numbers(value: Json) -> Json:
+    """A value with numbers as JavaScript has them: programs in it send 1.0 back as 1, and long integers rounded."""
+    if isinstance(value, Mapping):
+        return {name: _same_numbers(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_same_numbers(one) for one in value]
+    if isinstance(value, int) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            return float(value)
+    return value

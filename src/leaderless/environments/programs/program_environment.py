@@ -19,8 +19,9 @@ from leaderless.base.named_functions import check_options, is_function_name, loa
 from leaderless.base.values import Json, is_finite_number
 from leaderless.config import RecipeError
 from leaderless.config.environment import EnvironmentConfig
+from leaderless.config.failures import FailureKind
 from leaderless.config.packaged_files import server_refusal
-from leaderless.environments.guarded_environment import ENVIRONMENT, OVERFLOW, TIMEOUT, EnvironmentFailure, failure_of
+from leaderless.environments.guarded_environment import EnvironmentFailure, failure_of
 from leaderless.environments.programs.chat import Chat, ProgramEndpoint
 from leaderless.environments.programs.conversations import AskRefusedError
 from leaderless.environments.protocol import ONLY_AGENT, Task
@@ -89,20 +90,20 @@ class ProgramEnvironment:
     async def play(self, task: Task, chat: Chat) -> Mapping[str, Json]:
         """Play an episode, and return an object with its `reward`.
 
+        A program that ends with an error because the policy has used up a limit of the episode is worth what it has
+        posted, or 0: so much has the policy been rewarded so far.
+
         Raises:
             EnvironmentFailure: The program failed, took too long, or gave no reward.
         """
         running = asyncio.ensure_future(call_user(self._bound(task, chat), f"program {self._name}"))
         try:
             found = await self._watched(running, chat)
-        except EnvironmentFailure:
-            raise
-        except AskRefusedError as error:
-            raise EnvironmentFailure(
-                OVERFLOW if error is chat.overflow else ENVIRONMENT, f"{self._name}: {error}"
-            ) from error
         except Exception as error:
-            raise failure_of(error, self._name) from error
+            failure = self._failure_of(error)
+            if chat.overflow is None or not chat.num_answers or failure.kind != "environment":
+                raise failure from error
+            found = {"reward": 0.0 if chat.reward is None else chat.reward}
         finally:
             running.cancel()
             await asyncio.wait({running}, timeout=_LEAVING_S)
@@ -114,8 +115,16 @@ class ProgramEnvironment:
         elif not chat.num_answers:
             problem = "has not asked the policy anything, so there is nothing to train"
         if problem:
-            raise EnvironmentFailure(ENVIRONMENT, f"{self._name} {problem}")
+            raise EnvironmentFailure("environment", f"{self._name} {problem}")
         return result
+
+    def _failure_of(self, error: Exception) -> EnvironmentFailure:
+        if isinstance(error, EnvironmentFailure):
+            return error
+        if isinstance(error, AskRefusedError):
+            kind: FailureKind = "infrastructure" if error.code == "aborted" else "environment"
+            return EnvironmentFailure(kind, f"{self._name}: {error}")
+        return failure_of(error, self._name)
 
     async def close(self) -> None:
         """Release nothing: the program has ended."""
@@ -137,7 +146,7 @@ class ProgramEnvironment:
             left_s = self._timeout_s - chat.idle_s
             if left_s <= 0:
                 raise EnvironmentFailure(
-                    TIMEOUT,
+                    "deadline",
                     f"{self._name} has neither asked anything nor ended for {self._timeout_s:g} s: raise "
                     "environment.act_timeout_s, or give what it waits for a time limit of its own",
                 )

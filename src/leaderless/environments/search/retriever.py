@@ -32,6 +32,10 @@ class RetrieverError(RuntimeError):
     """A retriever cannot answer; the message says where it is and what to do."""
 
 
+class UnreachableRetrieverError(RetrieverError, ConnectionError):
+    """The server of a retriever gives no answer, or not in time."""
+
+
 @dataclass(frozen=True)
 class Page:
     """A document as Search-R1's files and servers have it.
@@ -126,7 +130,7 @@ class RemoteRetriever:
                 problem = f"{error.reason}; is it running, and is the address right?"
             else:
                 problem = f"the connection broke: {error!r}; see its log"
-            raise self._error(problem) from error
+            raise UnreachableRetrieverError(str(self._error(problem))) from error
         if len(answer) > MAX_ANSWER_BYTES:
             raise self._error(f"its answer has more than {MAX_ANSWER_BYTES:,} bytes; ask for fewer pages")
         return answer

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from leaderless.base.values import Json
+from leaderless.config.failures import FailureKind
 
-Refusal = Literal["malformed", "unknown_tool", "wrong_arguments", "tool_error"]
-"""Why a call has no result: it cannot be read, names no tool, has arguments that the tool does not take, or the tool
-refused it with a `ToolError`."""
+Refusal = Literal["malformed", "unknown_tool", "wrong_arguments", "tool_error", "failed"]
+"""Why a call has no result: it cannot be read, names no tool, has arguments that the tool does not take, the tool
+refused it with a `ToolError`, or has failed."""
+MISTAKES: frozenset[Refusal] = frozenset({"malformed", "unknown_tool", "wrong_arguments"})
+"""Refusals that are the policy's own failures."""
 
 
 class WrongArgumentsError(ValueError):
@@ -34,6 +37,34 @@ class Call:
     arguments: Mapping[str, Json] = field(default_factory=dict)
     problem: str = ""
     is_text: bool = False
+
+
+def typed_arguments(call: Call, parameters: Json) -> Mapping[str, Json]:
+    """The arguments of a call in the types that the JSON schema of a tool's parameters wants, if all are texts."""
+    if not call.is_text:
+        return call.arguments
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    schemas = properties if isinstance(properties, Mapping) else {}
+    return {name: _value_of(str(text), schemas.get(name)) for name, text in call.arguments.items()}
+
+
+def offered_parameters(name: str, tools: Sequence[Json]) -> Json:
+    """The JSON schema of the parameters of one of some tools in the format of OpenAI's API; None if there is none."""
+    functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
+    found = (one.get("parameters") for one in functions if isinstance(one, Mapping) and one.get("name") == name)
+    return next(found, None)
+
+
+def _value_of(text: str, schema: Json) -> Json:
+    """A text as it is where a text is wanted, else what it says as JSON."""
+    others = schema.get("anyOf") if isinstance(schema, Mapping) else None
+    choices = [schema, *(others if isinstance(others, list | tuple) else ())]
+    if any(isinstance(choice, Mapping) and (choice.get("type") == "string") for choice in choices):
+        return text
+    try:
+        return json.loads(text)  # type: ignore[no-any-return]
+    except (ValueError, RecursionError):
+        return text  # the tool says what is wrong
 
 
 @dataclass(frozen=True)
@@ -73,6 +104,7 @@ class CallResult:
         text: Text for the policy.
         seconds: Seconds that the tool took.
         refusal: Reason why the call has no result; None if it has one.
+        kind: Kind of the failure of a tool that has failed; None for any other.
     """
 
     name: str
@@ -80,6 +112,7 @@ class CallResult:
     text: str
     seconds: float = 0.0
     refusal: Refusal | None = None
+    kind: FailureKind | None = None
 
 
 def result_messages(results: Sequence[CallResult]) -> list[Mapping[str, Json]]:

@@ -17,6 +17,7 @@ from leaderless.config import RecipeError
 from leaderless.config.environment import FORMAT_KEY, TOOL_FORMATS, custom_reader
 from leaderless.environments.protocol import Message
 from leaderless.environments.tools.calls import Call, CallResult, ToolCalls, result_messages
+from leaderless.environments.tools.response_template import TemplateReader, reader_of_template
 
 if TYPE_CHECKING:
     from leaderless.data.prompts.encode import Tokenizer
@@ -121,6 +122,18 @@ FORMATS: Mapping[str, Reader] = dict(
 )
 """Readers by the name of their format."""
 
+_MARKS: Mapping[Reader, Sequence[str]] = {
+    read_hermes: ("<tool_call>",),
+    read_llama: ("<|python_tag|>", "{"),
+    read_qwen3_coder: ("<tool_call>", "<function="),
+    read_mistral: ("[TOOL_CALLS]",),
+}
+
+
+def marks_of(read: Reader) -> Sequence[str] | None:
+    """Texts with which calls may begin in the format of a reader; None if they are not known."""
+    return read.marks if isinstance(read, TemplateReader) else _MARKS.get(read)
+
 
 def _split(text: str) -> tuple[str, str]:
     """Reasoning, in which nothing is a call, and the rest without the tokens that end the message."""
@@ -198,8 +211,9 @@ def find_reader(name: str, tokenizer: Tokenizer, schemas: Sequence[Json], *, is_
     """The reader of the calls that a policy writes.
 
     Args:
-        name: Name of a format; `auto` for that in which the chat template writes calls; or `package.module:function`,
-            a function that gets a message and returns `ToolCalls`.
+        name: Name of a format; `auto` for that in which the chat template writes calls, which is read by the response
+            template of the tokenizer if it has one that reads it; or `package.module:function`, a function that gets
+            a message and returns `ToolCalls`.
         tokenizer: Tokenizer of the policy.
         schemas: Tools that the template has to show.
         is_chat: Whether messages are written by the chat template.
@@ -234,7 +248,9 @@ def find_reader(name: str, tokenizer: Tokenizer, schemas: Sequence[Json], *, is_
         )
     written = rendered([_QUESTION, ToolCalls("", [_CALL]).message()], is_prompt=False)
     common = next((i for i, pair in enumerate(zip(written, prompt, strict=False)) if pair[0] != pair[1]), len(prompt))
-    for read in FORMATS.values():
+    own = reader_of_template(tokenizer, schemas, prompt)
+    readers: list[Reader] = [*FORMATS.values()] if own is None else [own, *FORMATS.values()]
+    for read in readers:
         calls = [(call.name, call.arguments, call.problem) for call in read(written[common:]).calls]
         if calls == [(_CALL.name, _CALL.arguments, "")]:
             return read

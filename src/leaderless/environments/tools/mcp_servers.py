@@ -22,7 +22,7 @@ from leaderless.base.values import Json
 from leaderless.config import RecipeError
 from leaderless.config.environment import McpServerConfig
 from leaderless.config.packaged_files import how_to_install
-from leaderless.environments.guarded_environment import TOOL, EnvironmentFailure
+from leaderless.environments.guarded_environment import EnvironmentFailure
 from leaderless.environments.tools.calls import Tool, WrongArgumentsError
 from leaderless.environments.tools.function_tool import ToolError
 
@@ -194,7 +194,7 @@ class McpSession:
         config = self._config
         address = config.url or " ".join(config.command)
         remedy = "check that it runs there" if config.url else "try the command in a terminal"
-        return EnvironmentFailure(TOOL, f"the MCP server '{self.name}' ({address}) {problem}; {remedy}")
+        return EnvironmentFailure("infrastructure", f"the MCP server '{self.name}' ({address}) {problem}; {remedy}")
 
 
 class _Connection:

@@ -68,7 +68,8 @@ class ToolSources:
         own = [await world.bind(tool) for tool in self._own]
         there = [replace(tool, session=sessions[tool.server]) for tool in self._there]
         closers = [session.close for session in sessions.values()]
-        return Toolbox([*own, *there], self.reader, self._config.max_result_characters, closers)
+        told = self._config.failures.kinds_with("observation")
+        return Toolbox([*own, *there], self.reader, self._config.max_result_characters, closers, told)
 
     def close(self) -> None:
         """End the servers that were started."""

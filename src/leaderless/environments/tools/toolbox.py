@@ -7,11 +7,12 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
-from leaderless.base.values import Json
 from leaderless.config import nearest
-from leaderless.environments.guarded_environment import TIMEOUT, TOOL, EnvironmentFailure, failure_of
-from leaderless.environments.tools.calls import Call, CallResult, Refusal, Tool, WrongArgumentsError
+from leaderless.config.failures import FailureKind
+from leaderless.environments.guarded_environment import EnvironmentFailure, failure_of
+from leaderless.environments.tools.calls import Call, CallResult, Refusal, Tool, WrongArgumentsError, typed_arguments
 from leaderless.environments.tools.formats import Reader, read_hermes
 from leaderless.environments.tools.function_tool import ToolError
 from leaderless.environments.user_functions import call_user, time_limit
@@ -29,6 +30,7 @@ class Toolbox:
         max_result_characters: Most characters of a result that the policy gets; the middle of a longer one is left
             out.
         closers: Functions that release what the tools hold; they may be `async`.
+        told: Kinds of failures that the policy reads as the result of its call; any other ends the episode.
     """
 
     def __init__(
@@ -37,15 +39,16 @@ class Toolbox:
         reader: Reader = read_hermes,
         max_result_characters: int = 4000,
         closers: Sequence[Callable[[], object]] = (),
+        told: frozenset[FailureKind] = frozenset(),
     ) -> None:
-        self.tools, self.parse = {tool.name: tool for tool in tools}, reader
+        self.tools, self.parse, self._told = {tool.name: tool for tool in tools}, reader, told
         self._max_result_characters, self._closers = max_result_characters, closers
 
     async def run(self, calls: Sequence[Call], timeout_s: float) -> list[CallResult]:
         """Answer calls, in their order. They run at the same time, except for calls of one owner.
 
         Raises:
-            EnvironmentFailure: A tool took too long, or raised something else than a `ToolError`.
+            EnvironmentFailure: A tool took too long, or has failed in a way that the policy is not told.
         """
         lanes: dict[int, list[int]] = {}
         for place, call in enumerate(calls):
@@ -72,6 +75,16 @@ class Toolbox:
                     await call_user(closer, "closing of tools")
 
     async def _answer(self, call: Call, timeout_s: float) -> CallResult:
+        begin = time.monotonic()
+        try:
+            return await self._called(call, timeout_s)
+        except EnvironmentFailure as failure:
+            if failure.kind not in self._told:
+                raise
+            refused = self._refusal(call, str(failure), "failed", time.monotonic() - begin)
+            return replace(refused, kind=failure.kind)
+
+    async def _called(self, call: Call, timeout_s: float) -> CallResult:
         if call.problem:
             usage = ", ".join(tool.usage for tool in self.tools.values())
             return self._refusal(call, f"The call cannot be read: {call.problem}. Tools: {usage}.", "malformed")
@@ -79,17 +92,12 @@ class Toolbox:
         if tool is None:
             name = call.name if len(call.name) <= MAX_NAME else f"{call.name[:MAX_NAME]}…"
             return self._refusal(call, f"There is no tool '{name}'{nearest(name, self.tools)}.", "unknown_tool")
-        arguments = call.arguments
-        if call.is_text:
-            properties = tool.parameters.get("properties")
-            schemas = properties if isinstance(properties, dict) else {}
-            arguments = {name: _value_of(str(text), schemas.get(name)) for name, text in arguments.items()}
         try:
-            prepared = tool.prepare(arguments)
+            prepared = tool.prepare(typed_arguments(call, tool.parameters))
         except WrongArgumentsError as error:
             return self._refusal(call, f"{tool.name}: {error}. Use {tool.usage}.", "wrong_arguments")
         except Exception as error:
-            raise failure_of(error, f"the schema of tool '{tool.name}'", TOOL) from error
+            raise failure_of(error, f"the schema of tool '{tool.name}'", "tool") from error
         begin = time.monotonic()
         try:
             async with time_limit(None if tool.limits_itself else timeout_s, f"the tool '{tool.name}'"):
@@ -102,14 +110,14 @@ class Toolbox:
             raise
         except TimeoutError as error:
             if time.monotonic() - begin < timeout_s:  # the tool's own
-                raise failure_of(error, f"the tool '{tool.name}'", TOOL) from error
+                raise failure_of(error, f"the tool '{tool.name}'", "tool") from error
             raise EnvironmentFailure(
-                TIMEOUT,
+                "deadline",
                 f"the tool '{tool.name}' took more than {timeout_s:g} s (environment.tool_timeout_s): raise the limit, "
                 f"or give the tool a limit of its own that ends in a ToolError",
             ) from error
         except Exception as error:
-            raise failure_of(error, f"the tool '{tool.name}'", TOOL) from error
+            raise failure_of(error, f"the tool '{tool.name}'", "tool") from error
         text = text if tool.limits_itself else self._cut(text)
         return CallResult(call.name, call.arguments, text, time.monotonic() - begin)
 
@@ -139,14 +147,3 @@ def _text_of(value: object) -> str:
         raise TypeError(
             f"returned {type(value).__name__}: {error}; a tool must return str or what JSON can hold"
         ) from error
-
-
-def _value_of(text: str, schema: Json) -> Json:
-    """A text as it is where a text is wanted, else what it says as JSON."""
-    choices = [schema, *(schema.get("anyOf") or ())] if isinstance(schema, dict) else []
-    if any(isinstance(choice, dict) and (choice.get("type") == "string") for choice in choices):
-        return text
-    try:
-        return json.loads(text)  # type: ignore[no-any-return]
-    except (ValueError, RecursionError):
-        return text  # the tool says what is wrong

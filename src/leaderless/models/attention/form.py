@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -38,10 +37,10 @@ class AttentionForm(NamedTuple):
         """Whether any kernel for causal attention computes it."""
         return self.kind.sees_all and self.kind.softcap is None and self.sinks is None
 
-    @property
-    def with_all_keys(self) -> AttentionForm:
-        """The same without window and chunks."""
-        return self._replace(kind=replace(self.kind, window=None, chunk=None))
+    def is_plain_for(self, length: int) -> bool:
+        """Whether any kernel for causal attention computes it for sequences of at most some tokens."""
+        sees_all = self.kind.first_key(length - 1) == 0 and not self.kind.is_indexed
+        return sees_all and self.kind.softcap is None and self.sinks is None
 
     def part(self, place: int, count: int) -> AttentionForm:
         """The form of a part of the heads, of which there are several of equal size."""

@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from leaderless.models.attention.indexed import choose_in_passes
 from leaderless.models.attention.recurrence import read_in_passes
+from leaderless.models.attention.recurrence_kernels import choose_by_device
 from leaderless.models.attention.temperature import tune_in_passes
 
 
@@ -14,5 +15,6 @@ def compute_in_passes(model: PreTrainedModel) -> None:
     if model.base_model is model and hasattr(model, "model"):
         model.base_model_prefix = "model"  # Llama 4 has another name for its layers
     read_in_passes(model)
+    choose_by_device(model)
     choose_in_passes(model)
     tune_in_passes(model)

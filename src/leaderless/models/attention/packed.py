@@ -126,8 +126,7 @@ class PackedAttention(JoinedAttention):
 
     @override
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-        exceeds_window = form.kind.first_key(self._longest - 1) > 0
-        if exceeds_window or not form.with_all_keys.is_plain:
+        if not form.is_plain_for(self._longest):
             return super().attend(layer, query, key, value, form)
         parts = ([bucket.take(values) for values in (query, key, value)] for bucket in self._buckets.all)
         return self._buckets.join([attend_padded(q, k, v, None, form.scale) for q, k, v in parts])

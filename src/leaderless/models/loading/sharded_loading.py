@@ -20,7 +20,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForTokenClass
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.data.sources.hub import unreachable_hub
+from leaderless.data.sources.hub import explained, unreachable_hub
 from leaderless.distributed.weights.blocks import LocalWeight, whole_block
 from leaderless.models.causal_lm import CausalLM, language_model, load_causal_lm
 from leaderless.models.decoder import (
@@ -41,6 +41,7 @@ from leaderless.models.loading.weight_sources import (
     find_sources,
 )
 from leaderless.models.lora.linear import is_adapter
+from leaderless.models.lora.nf4 import FrozenLinear, as_numbers, divided_like, packed
 from leaderless.models.value_model import load_value_model, value_model
 from leaderless.planner.checks.model_files import quantization_of
 
@@ -104,7 +105,7 @@ def _open(config: ModelConfig, role: str, *, is_critic: bool) -> ShardedModelFil
         try:
             files = WeightFiles.find(config)
         except (OSError, SafetensorError, ValueError) as error:
-            raise RecipeError.at(key, f"'{config.path}' cannot be loaded: {error}{unreachable}") from error
+            raise RecipeError.at(key, f"'{config.path}' cannot be loaded: {explained(error, unreachable)}") from error
         if files is None:
             raise _OnlyWholeError("it has no safetensors: save it with save_pretrained of transformers")
         if is_critic:
@@ -231,11 +232,26 @@ class _Reader:
                     continue
                 if weight not in done:
                     full = f"{path}.{name}" if path else name
-                    done[weight] = self._read(full, weight, whole(full, weight), device)
+                    block = module.block if isinstance(module, FrozenLinear) and weight.dtype is torch.uint8 else 0
+                    done[weight] = (
+                        self._read_packed(full, weight, block, whole, device)
+                        if block
+                        else self._read(full, weight, whole(full, weight), device)
+                    )
                 setattr(module, name, done[weight])
         # Those of all layers, and those of this rank's, which may have been moved to its device.
         for name, buffer in (*self.buffers.items(), *self.model.named_buffers()):
             _fill(buffer, name, self.sources, self.files)
+
+    def _read_packed(
+        self, name: str, weight: nn.Parameter, block: int, whole: Callable[[str, Tensor], Tensor], device: torch.device
+    ) -> nn.Parameter:
+        """A packed weight, whose numbers are in memory until they are packed."""
+        numbers = nn.Parameter(as_numbers(weight, block, has_values=False), requires_grad=False)
+        read = self._read(name, numbers, whole(name, numbers), device).detach()
+        if isinstance(read, DTensor):
+            return nn.Parameter(divided_like(read, packed(read.to_local(), block)), requires_grad=False)
+        return nn.Parameter(packed(read, block), requires_grad=False)
 
     def _read(self, name: str, weight: nn.Parameter, shown: Tensor, device: torch.device) -> nn.Parameter:
         """A weight with values, as it is divided."""

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, Qwen2Tokenizer
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.prompts.encode import Tokenizer
-from leaderless.data.sources.hub import unreachable_hub
+from leaderless.data.sources.hub import explained, unreachable_hub
 from leaderless.models.decoder import load_model_config
 
 END_TOKEN = "<|endoftext|>"  # noqa: S105 - no password
@@ -29,7 +29,7 @@ def load_tokenizer(config: ModelConfig, role: str) -> Tokenizer:
         # `transformers` raises errors of every kind for damaged folders.
         load_model_config(config, role)  # which it reads first, and is to be blamed on its own
         raise RecipeError.at(
-            f"models.{role}", f"the tokenizer of '{config.path}' cannot be loaded: {error}{unreachable}"
+            f"models.{role}", f"the tokenizer of '{config.path}' cannot be loaded: {explained(error, unreachable)}"
         ) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         # Without files, `transformers` makes an empty tokenizer.

@@ -1,7 +1,7 @@
 """Adapters of low rank (LoRA, Hu et al., arXiv 2106.09685) on the linear layers of a decoder, and on experts.
 
-A layer with weight W computes x W^T + scale * x A^T B^T. W is never changed; A and B are what is trained, saved and
-sent.
+A layer with weight W computes x W^T + scale * x A^T B^T. W is never changed, and may have 4 bits a number; A and B are
+what is trained, saved and sent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from leaderless.models.attention.indexed import indexer_of
 from leaderless.models.attention.recurrence import is_mixer
 from leaderless.models.lora.dropout import CurrentPass, dropped_product, key_of, watch_passes
 from leaderless.models.lora.expert_lora import ExpertAdapters, adapt_experts, adapted_experts, from_peft, to_peft
-from leaderless.planner.checks.capabilities import only_for_text
+from leaderless.models.lora.nf4 import FrozenLinear, check_library
+from leaderless.models.parallel.expert import expert_modules
+from leaderless.planner.checks.capabilities import only_for_text, unpackable
 from leaderless.planner.graph.adapters import (
     CONFIG_FILE,
     PREFIX,
@@ -40,10 +42,10 @@ from leaderless.planner.graph.adapters import (
     lora_of,
     name_in_peft,
 )
-from leaderless.planner.memory.layers import TEXT_PART, is_named, sees, with_adapters
+from leaderless.planner.memory.layers import TEXT_PART, check_block, is_named, of_text, sees, with_adapters
 
 
-class LoraLinear(nn.Linear):
+class LoraLinear(FrozenLinear):
     """A linear layer with an adapter; the weight of the layer keeps its name.
 
     Attributes:
@@ -61,6 +63,7 @@ class LoraLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
+        self.block = base.block if isinstance(base, FrozenLinear) else 0
         device = base.weight.device
         self.lora_A = nn.Parameter(torch.zeros(config.rank, base.in_features, device=device))
         self.lora_B = nn.Parameter(torch.zeros(base.out_features, config.rank, device=device))
@@ -70,7 +73,7 @@ class LoraLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - named so in the base class
         """Compute the layer."""
-        return self.adapted(input, linear(input, self.weight, self.bias))
+        return self.adapted(input, self.product(input, self.bias))
 
     def adapted(self, values: Tensor, outputs: Tensor) -> Tensor:
         """The outputs of the layer, from those that it has without the adapter."""
@@ -95,8 +98,8 @@ def add_adapters(model: PreTrainedModel, settings: ModelConfig, key: str) -> Non
         key: Key of these settings, for errors.
 
     Raises:
-        RecipeError: There is no linear layer, or none with the name of a target; experts cannot have adapters; or a
-            folder of adapters does not fit.
+        RecipeError: There is no linear layer, or none with the name of a target; experts cannot have adapters; weights
+            cannot be packed; or a folder of adapters does not fit.
     """
     if (config := lora_of(settings, key)) is None:
         return
@@ -122,6 +125,11 @@ def add_adapters(model: PreTrainedModel, settings: ModelConfig, key: str) -> Non
             f"is {config.dropout}, but {inside} belongs to a layer that reads by recurrence, whose adapters have none: "
             "set it to 0, or name other layers in targets",
         )
+    if config.packed_block:
+        _check_packed(model, layers, config.packed_block, key)
+        for name in of_text(layers):  # those without an adapter, too
+            layers[name].__class__ = FrozenLinear
+            layers[name].block = config.packed_block  # type: ignore[assignment]
     for name in names:
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, LoraLinear(layers[name], config, name))
@@ -131,6 +139,18 @@ def add_adapters(model: PreTrainedModel, settings: ModelConfig, key: str) -> Non
         _prepare_dropout(model, key)
     if config.adapter is not None:
         _read(model, Path(config.adapter), f"{key}.lora.adapter")
+
+
+def _check_packed(model: PreTrainedModel, layers: Mapping[str, nn.Linear], block: int, key: str) -> None:
+    """Refuse to pack weights of a model with parts that are no linear layers, or use the weights of such layers."""
+    has_others = any(is_mixer(one) or indexer_of(one) is not None for one in model.modules())
+    if reason := unpackable(has_experts=bool(expert_modules(model)), has_others=has_others):
+        raise RecipeError.at(
+            f"{key}.lora.base_dtype", f"nf4 is not for models of type {model.config.model_type}{reason}"
+        )
+    check_library(key)
+    for name in of_text(layers):
+        check_block(key, name, layers[name].in_features, block)
 
 
 def _why_not(target: str, layers: Iterable[str], model: PreTrainedModel) -> str:

@@ -88,10 +88,10 @@ class ContextParallel:
         begin = sum(counts[: self.place])
 
         def join(own: Tensor) -> Tensor:
-            padded = own.new_zeros(max(counts))
+            padded = own.new_zeros(max(counts), *own.shape[1:])
             padded[: len(own)] = own
             gathered = self.peers.gather_even(padded, "the results of parts of a pass")
-            result = own.new_empty(len(order))
+            result = own.new_empty(len(order), *own.shape[1:])
             result[order] = torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
             return result
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from leaderless.config import RecipeError
 from leaderless.distributed.transport import ProcessGroup
+from leaderless.distributed.weights.blocks import part_of
 from leaderless.distributed.weights.tensor_parallel import copies_dim, is_of_experts
 from leaderless.models.parallel.reductions import mapped
 
@@ -98,13 +99,10 @@ class ExpertParallel:
         return Shard(copies_dim(shape, self.peers.size, self._num_copies))
 
     def whole(self, name: str, local: Tensor) -> DTensor:
-        """Part of the whole that a rank holds of a weight of `shapes`, or of its moments in the optimizer."""
-        shape = self.shapes[name]
+        """Part of the whole that a rank holds of a weight of `shapes`, or of what the optimizer keeps of it."""
+        shape = torch.Size((*self.shapes[name][:-1], local.shape[-1]))  # which no ranks divide
         placements = [Shard(0), Shard(copies_dim(tuple(shape), self.peers.size, self._num_copies))]
-        strides = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            local, self.mesh, placements[: self.mesh.ndim], run_check=False, shape=shape, stride=strides
-        )
+        return part_of(local, self.mesh, placements[: self.mesh.ndim], shape)
 
 
 def expert_modules(model: nn.Module) -> Sequence[nn.Module]:

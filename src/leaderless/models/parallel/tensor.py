@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 from transformers import AutoConfig
 
 from leaderless.config import RecipeError
@@ -21,10 +21,11 @@ from leaderless.distributed.transport import ProcessGroup
 from leaderless.distributed.weights.tensor_parallel import NARROWING, WIDENING, WORDS, divided_dim
 from leaderless.models.decoder import Decoder
 from leaderless.models.lora.linear import LoraLinear, is_adapter
+from leaderless.models.lora.nf4 import FrozenLinear
 from leaderless.models.parallel.expert import expert_modules
 from leaderless.models.parallel.reductions import ADDENDS, VocabularyPart, copied, summed
 from leaderless.planner.checks.capabilities import whole_experts
-from leaderless.planner.memory.layers import sees
+from leaderless.planner.memory.layers import check_block, sees
 
 SAME_LAYERS = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
 """Families with the layers of another one, which says how they can be divided while they do not."""
@@ -73,6 +74,9 @@ class TensorParallel:
         for name, weight in model.named_parameters():  # tied weights come once
             if (dim := parallel.dim_of(name)) is not None:
                 weight.data = weight.chunk(peers.size, dim)[parallel.place].clone()
+        for name, one in model.named_modules():
+            if isinstance(one, FrozenLinear) and one.block:
+                check_block(key, name, one.in_features, one.block, one.in_features // one.weight.shape[1])
         decoder.tensor_parallel = parallel
 
     @property
@@ -153,7 +157,7 @@ def _check_family(decoder: Decoder, key: str, tp: int) -> None:
         raise RecipeError.at(key, f"{refused}it is not known how to divide {what}; leave out tp")
 
 
-class _SummedLinear(nn.Linear):
+class _SummedLinear(FrozenLinear):
     """A linear layer whose inputs are divided over ranks."""
 
     peers: ProcessGroup
@@ -166,7 +170,7 @@ class _SummedLinear(nn.Linear):
         module.peers = peers
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        result = summed(linear(input, self.weight), self.peers)
+        result = summed(self.product(input), self.peers)
         return result if self.bias is None else result + self.bias
 
 
@@ -184,7 +188,7 @@ class _SummedLora(LoraLinear):
         module.first_input = module.in_features // peers.size * place
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        result = summed(self.adapted(input, linear(input, self.weight)), self.peers)
+        result = summed(self.adapted(input, self.product(input)), self.peers)
         return result if self.bias is None else result + self.bias
 
 

@@ -30,7 +30,7 @@ from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.data.prompts.images import ImageReader, PromptImage
-from leaderless.data.sources.hub import unreachable_hub
+from leaderless.data.sources.hub import explained, unreachable_hub
 from leaderless.models.loading.support import check_family, image_tokens, sees_images
 from leaderless.models.uploads import placed
 
@@ -267,7 +267,7 @@ def open_reader(config: ModelConfig, role: str, tokenizer: Tokenizer | None = No
         raise
     except Exception as error:
         # `transformers` raises errors of every kind for damaged folders.
-        problem = f"the image processor of '{config.path}' cannot be loaded: {error}{unreachable}"
+        problem = f"the image processor of '{config.path}' cannot be loaded: {explained(error, unreachable)}"
         raise RecipeError.at(key, problem) from error
     kind = {"llava": SquareReader, "paligemma": PaliGemmaReader}.get(described.model_type, QwenReader)
     if not isinstance(processor, Qwen2VLImageProcessorPil if kind is QwenReader else PilBackend):

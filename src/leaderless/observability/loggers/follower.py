@@ -174,6 +174,21 @@ BATCH_STEPS = 500
 """Largest number of steps that a logger gets at a time."""
 
 
+def log_of(path: Path) -> str:
+    """The name of a log, by its file; empty for the loop that trains."""
+    return path.stem.removeprefix("metrics").removeprefix("-")
+
+
+def numbers_of(log: str, step: int, record: Mapping[str, object]) -> Numbers:
+    """The numbers of a line of a log."""
+    values = {
+        name: math.nan if value is None else float(value)
+        for name, value in record.items()
+        if name != "step" and (value is None or isinstance(value, int | float))
+    }
+    return Numbers(log, step, values)
+
+
 class Follower:
     """Follows the folder of a run for one logger, which is open. Only checksums and one batch are kept in memory.
 
@@ -193,7 +208,7 @@ class Follower:
         """
         self._flush()
         for path in sorted(self._run.directory.glob("metrics*.jsonl")):
-            log = path.stem.removeprefix("metrics").removeprefix("-")
+            log = log_of(path)
             file = self._files.setdefault(log, GrowingFile(path))
             for numbers, line in self._new(log, file):
                 self._batch.append((numbers, line))
@@ -212,13 +227,9 @@ class Follower:
         for line in file.new_lines():
             step = line.record.get("step")
             if isinstance(step, int) and self._is_new(log, step, line):
-                values = {
-                    name: math.nan if value is None else float(value)
-                    for name, value in line.record.items()
-                    if name != "step" and (value is None or isinstance(value, int | float))
-                }
-                self._note_tables(log, step, values)
-                yield Numbers(log, step, values), line.text
+                numbers = numbers_of(log, step, line.record)
+                self._note_tables(log, step, numbers.values)
+                yield numbers, line.text
 
     def _is_new(self, log: str, step: int, line: FileLine) -> bool:
         """Whether to send a step: it is the next one, or was repeated and the tracker can forget the earlier values."""
@@ -228,7 +239,7 @@ class Follower:
             return True
         return not self._sent.has(log, step, line.text) and self._logger.rewind(log, step)
 
-    def _note_tables(self, log: str, step: int, values: dict[str, float]) -> None:
+    def _note_tables(self, log: str, step: int, values: Mapping[str, float]) -> None:
         if not self._every:
             return
         if log != EVALUATION and step and (step == 1 or step % self._every == 0):

@@ -39,7 +39,7 @@ class MlflowLogger(Logger):
 
     @override
     def open(self, run: LoggedRun, identity: str) -> str:
-        """Send the recipe as parameters and as the file `config.yaml`."""
+        """Send the recipe as parameters and as the file `config.yaml`, and each tag with the value `true`."""
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -50,7 +50,7 @@ class MlflowLogger(Logger):
             return identity
         found = client.get_experiment_by_name(self._experiment)
         experiment = client.create_experiment(self._experiment) if found is None else found.experiment_id
-        started = client.create_run(experiment, run_name=run.name)
+        started = client.create_run(experiment, run_name=run.name, tags={key_of(tag): "true" for tag in run.tags})
         self._identity = started.info.run_id
         parameters = [Param(key, text[:MAX_VALUE]) for key, text in _leaves("", run.recipe)]
         for first in range(0, len(parameters), PARAMETERS_PER_REQUEST):

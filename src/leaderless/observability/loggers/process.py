@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+
+from typing_extensions import override
 
 from leaderless.config.run import LoggerConfig
 from leaderless.observability.hidden_values import without_secrets
@@ -73,6 +76,8 @@ class LoggerProcess:
         run = LoggedRun(str(recipe.get("name", self._directory.path.name)), self._directory.path, recipe)
         logger = find_logger(config, "loggers")(**config.options)
         sent.begin(logger.open(run, sent.identity))
+        if notice := getattr(logger, "notice", ""):
+            self._say(notice)
         self._logger, self._follower = logger, Follower(run, logger, sent, config.tables_every_steps)
 
     def _attempt(self, *, is_over: bool) -> bool:
@@ -105,8 +110,18 @@ class LoggerProcess:
 _REMEDIES = {
     "wandb": "; if the login is missing, run `wandb login`, set WANDB_API_KEY, or set the option `mode: offline`",
     "mlflow": "; see that its server runs, and that the option `uri` or MLFLOW_TRACKING_URI names it",
+    "opentelemetry": "; see that the collector runs, that the option `endpoint` or OTEL_EXPORTER_OTLP_ENDPOINT names "
+    "it, and that it takes metrics and traces, or set the option `signals`",
     "trackio": "; without the option `space`, it writes to ~/.cache/huggingface/trackio, or to TRACKIO_DIR",
 }
+
+
+class _WithoutSecrets(logging.Formatter):
+    """Keeps secrets out of what the library of a tracker logs, such as the reply of a server."""
+
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        return without_secrets(super().format(record))
 
 
 def main() -> None:
@@ -121,6 +136,10 @@ def main() -> None:
     with (directory.logs / f"logger-{name}.txt").open("a", encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+
+    warnings = logging.StreamHandler()
+    warnings.setFormatter(_WithoutSecrets("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[warnings])
 
     def say(text: str) -> None:
         os.write(shown, f"{text}\n".encode(errors="replace"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from leaderless.base.values import Json
+from leaderless.observability.report.unchecked_values import as_list, as_mapping, as_text
 
 Cell = None | bool | int | float | str
 
@@ -25,6 +26,11 @@ class LoggedRun:
     name: str
     directory: Path
     recipe: Mapping[str, Json]
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Words of `run.tags`."""
+        return tuple(map(as_text, as_list(as_mapping(self.recipe.get("run")).get("tags"))))
 
 
 class Numbers(NamedTuple):

@@ -25,8 +25,15 @@ BUILT_IN: Mapping[str, str] = {
     "wandb": "leaderless.observability.loggers.wandb_logger:WandbLogger",
     "mlflow": "leaderless.observability.loggers.mlflow_logger:MlflowLogger",
     "trackio": "leaderless.observability.loggers.trackio_logger:TrackioLogger",
+    "prometheus": "leaderless.observability.loggers.prometheus_logger:PrometheusLogger",
+    "opentelemetry": "leaderless.observability.loggers.opentelemetry_logger:OpenTelemetryLogger",
 }
 """Loggers that come with the package, each as `module:Class` and with an extra of its name."""
+_PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "prometheus": ("prometheus_client",),
+    "opentelemetry": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+}
+"""Packages of loggers, where they have other names."""
 _METHODS = ("open", "rewind", "write", "write_table", "write_file", "close")
 
 
@@ -50,7 +57,7 @@ def find_logger(config: LoggerConfig, key: str) -> Callable[..., Logger]:
     if name not in BUILT_IN and not is_function_name(name):
         hint = nearest(name, BUILT_IN)
         raise RecipeError.at(f"{key}.type", f"unknown logger '{name}'{hint}; a custom one is 'package.module:Class'")
-    if name in BUILT_IN and find_spec(name) is None:
+    if name in BUILT_IN and not all(map(_is_there, _PACKAGES.get(name, (name,)))):
         raise RecipeError.at(f"{key}.type", f"logger '{name}' needs its package: {how_to_install(name)}")
     found = load_callable(BUILT_IN.get(name, name), f"{key}.type", "class")
     missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
@@ -64,6 +71,13 @@ def find_logger(config: LoggerConfig, key: str) -> Callable[..., Logger]:
         reason = f"{found.__name__}{signature} does not take them: {error}"
         raise RecipeError.at(f"{key}.options", reason) from error
     return cast("Callable[..., Logger]", found)
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # a package around it is missing
+        return False
 
 
 def check_loggers(configs: Sequence[LoggerConfig]) -> None:

@@ -25,7 +25,7 @@ class WandbLogger(Logger):
         project: Name of the project.
         entity: User or team; the user's own by default.
         group: Name shared by runs that belong together.
-        tags: Tags of the run.
+        tags: Further tags of the run, next to `run.tags`.
         mode: `offline` writes to the folder of the run, for `wandb sync`.
     """
 
@@ -55,7 +55,7 @@ class WandbLogger(Logger):
             project=self._project,
             entity=self._entity,
             group=self._group,
-            tags=list(self._tags),
+            tags=list(dict.fromkeys((*self._tags, *run.tags))),
             mode=self._mode,
             name=run.name,
             id=identity or secrets.token_hex(4),

@@ -129,10 +129,11 @@ CATALOGUE: Mapping[str, Sequence[Topic]] = {
             "Those that reached a limit, and those whose tokens differ from what the template would write anew.",
             "episode/cut episode/drift",
         ),
-        Topic(
-            "Failed episodes",
-            "By cause. They are left out of training, and are not worth 0.",
-            "episode/failed episode/failed_*",
+        Topic("Failed episodes", "They are left out of training, and are not worth 0.", "episode/failed"),
+        _share(
+            "Episodes that met a failure",
+            "By the kind of the failure, whatever was done about it.",
+            "failure/*",
         ),
         Topic("Calls of tools", "Mean calls in an episode, by tool.", "tool/calls tool/calls/*"),
         _share(

@@ -213,19 +213,16 @@ def _failed_episodes(run: RunFiles) -> ReportFinding | None:
     num_episodes = int(sizes[0]) * int(sizes[1]) if all(size.isdigit() for size in sizes) else 0
     if not num_episodes or mean <= MAX_FAILED_EPISODES * num_episodes:
         return None
-    counts = {
-        name.removeprefix("episode/failed_"): series.finite.value_array.sum()
-        for name, series in run.matching("episode/failed_*").items()
-    }
-    causes = ", ".join(f"{cause} {count:,.0f}" for cause, count in counts.items() if count)
+    found = {name.removeprefix("failure/"): series.recent(RECENT) for name, series in run.matching("failure/*").items()}
+    shares = {kind: _mean(series) for kind, series in found.items()}
+    kinds = ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items() if share and kind != "policy")
     return ReportFinding(
         "Many episodes fail",
-        f"{mean / num_episodes:.0%} of the episodes in {recent}. By cause, in the whole run: {causes or 'not logged'}.",
+        f"{mean / num_episodes:.0%} of the episodes in {recent}. Kinds of failures then: {kinds or 'not logged'}.",
         "A failed episode carries no gradient. If certain tasks or answers fail more often, the policy learns from a "
         "biased selection.",
-        "Read the error. For `timeout` raise environment.act_timeout_s or tool_timeout_s, for `overflow` "
-        "environment.max_episode_tokens, for errors that pass environment.max_attempts. Play episodes again with "
-        "leaderless env replay.",
+        "Read the error. For `deadline` raise environment.act_timeout_s or tool_timeout_s; for errors that pass, let "
+        "environment.failures retry them. Play episodes again with leaderless env replay.",
         run.samples.example_error,
     )
 

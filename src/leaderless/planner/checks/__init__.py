@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from leaderless.planner.checks import capabilities, model_files, settings
+from leaderless.planner.checks import capabilities, engine_arguments, model_files, optimizers, settings
 from leaderless.planner.checks.capabilities import Draft
 
 Check = Callable[[Draft], None]
@@ -17,6 +17,7 @@ OF_NODES: Sequence[Check] = (
     settings.check_online,
     settings.check_idle_ranks,
     settings.check_layouts,
+    capabilities.check_stages_of_teachers,
 )
 """Asked once nodes have layouts."""
 OF_MODELS: Sequence[Check] = (
@@ -24,10 +25,14 @@ OF_MODELS: Sequence[Check] = (
     settings.check_role_settings,
     settings.check_role_advantages,
     capabilities.check_backends,
+    capabilities.check_frozen,
+    optimizers.check_optimizers,
     settings.check_critic,
     capabilities.check_engines,
     capabilities.check_support,
     capabilities.check_vllm,
+    capabilities.check_addresses,
+    engine_arguments.check_arguments,
     model_files.check_quantized,
     model_files.check_kinds,
     model_files.check_divisible,
@@ -35,8 +40,12 @@ OF_MODELS: Sequence[Check] = (
 """Asked once it is known which models are where."""
 OF_SIZES: Sequence[Check] = (
     capabilities.check_heads,
+    capabilities.check_engine_parts,
     capabilities.check_adapters,
     capabilities.check_experts_settings,
+    capabilities.check_words_of_teachers,
+    engine_arguments.check_drafts,
+    engine_arguments.check_expert_formats,
     model_files.check_vocabularies,
 )
 """Asked once the sizes of models are known, as far as they can be."""

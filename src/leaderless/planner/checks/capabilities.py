@@ -7,12 +7,20 @@ from dataclasses import dataclass, field
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.models import LoraConfig
-from leaderless.planner.engines import BACKEND_KEY, BUILTIN_ENGINES, ENGINE_KEY, backend_of, engine_for, engine_of
+from leaderless.planner.engines import (
+    BACKEND_KEY,
+    BUILTIN_ENGINES,
+    ENGINE_KEY,
+    backend_of,
+    engine_for,
+    engine_of,
+)
 from leaderless.planner.graph.adapters import companions_of, lora_of
 from leaderless.planner.layout import Cluster
 from leaderless.planner.memory.decoder_size import ModelSize
-from leaderless.planner.memory.layers import check_adapted_stages, check_pipeline, sees
-from leaderless.planner.plan_parts import PlannedNode, RoleInstance
+from leaderless.planner.memory.layers import check_adapted_stages, check_packed, check_pipeline, sees
+from leaderless.planner.memory.offload import is_only_scored
+from leaderless.planner.plan_parts import PlannedNode, RoleInstance, answering
 from leaderless.planner.workflow import Workflow
 from leaderless.planner.workflow.columns import SUPPORT
 
@@ -39,13 +47,17 @@ class Draft:
 
 def check_backends(draft: Draft) -> None:
     """A back end does what its models are for, and has the settings of the role."""
+    comparing = [node for node in draft.nodes if node.node.run in {"teach", "distill"}]
+    compared = {role for node in comparing for role, _ in node.uses}
     for instance, recipe in draft.seen():
         role, training, model = instance.role, recipe.training, recipe.model_of(instance.role)
+        has_words = recipe.body is None
         key = draft.recipe.key_of(BACKEND_KEY, role)
         spec = backend_of(training.backend, key)
         lacking = {
             "train models": instance.is_trained and not spec.trains,
             "score tokens": instance.scores and not instance.is_critic and not spec.scores,
+            "compare distributions over words": role in compared and not (spec.distills and has_words),
             "hold value models": instance.is_critic and not spec.values,
             "train adapters": model is not None and model.lora is not None and not spec.trains_adapters,
         }
@@ -56,23 +68,63 @@ def check_backends(draft: Draft) -> None:
                 f"'{training.backend}' cannot {capability}, as role '{role}' needs: use another back end, such as "
                 "fsdp, or declare it with @leaderless.train_backend(...) if it can",
             )
-        for name, value in (("keep_whole", training.keep_whole), ("compile", training.compile)):
+        settings = {f"training.{name}": getattr(training, name) for name in ("keep_whole", "compile", "offload_frozen")}
+        if model is not None and model.offload_activations:
+            settings[f"models.{role}.offload_activations"] = True
+        for name, value in settings.items():
             others = "" if spec.gathers_layers else "other back ends than fsdp"
-            others = others if recipe.body is None else "models of bodies"
-            if others and value not in {"auto", False}:
-                raise RecipeError.at(
-                    draft.recipe.key_of(f"training.{name}", role), f"'{value}' has no effect on {others}: leave it out"
-                )
+            others = others if has_words else "models of bodies"
+            if others and value not in {"auto", False, "none"}:
+                where = name if name.startswith("models.") else draft.recipe.key_of(name, role)
+                raise RecipeError.at(where, f"'{value}' has no effect on {others}: leave it out")
+
+
+def check_stages_of_teachers(draft: Draft) -> None:
+    """Ranks along `pp` would not know the divergences and words that the last one finds."""
+    for node in draft.nodes:
+        if node.node.run in {"teach", "distill"} and node.layout.pp > 1:
+            raise RecipeError.at(
+                f"layout.{node.name}",
+                f"divides a model along pp={node.layout.pp}, but distributions are compared on ranks with all layers: "
+                "leave out pp, and use tp or more ranks along dp",
+            )
+
+
+def check_words_of_teachers(draft: Draft) -> None:
+    """Where all words are compared, student and teacher have logits for as many: some vocabularies are padded."""
+    for node in draft.nodes:
+        if node.node.run != "distill" or draft.recipe.algorithm.distillation.top_k is not None:
+            continue
+        known = {role: size.vocab_size for role, _ in node.uses if (size := draft.sizes.get(role)) is not None}
+        if len({*known.values()}) > 1:
+            counts = " and ".join(f"{count:,} of '{role}'" for role, count in known.items())
+            raise RecipeError.at(
+                "algorithm.distillation.top_k",
+                f"is null, which compares all words, but models have logits for different numbers of words, {counts}: "
+                "set it, such as 64, so that the teacher gives its likeliest words",
+            )
+
+
+def check_frozen(draft: Draft) -> None:
+    """Where weights are to be elsewhere while they do not score, there are weights that only score."""
+    wanted = [instance for instance, recipe in draft.seen() if recipe.training.offload_frozen != "none"]
+    if wanted and not any(is_only_scored(draft.recipe, draft.instances, one) for one in wanted):
+        role = wanted[0].role
+        raise RecipeError.at(
+            draft.recipe.key_of("training.offload_frozen", role),
+            f"is {draft.recipe.as_seen_by(role).training.offload_frozen}, but no model that it is for is only scored: "
+            "each is trained, generates, or has the weights of another one; leave it out",
+        )
 
 
 def check_axes(recipe: Recipe, node: PlannedNode) -> None:
     """The back end of a node's model is declared to have several ranks along its axes, and to divide experts."""
     layout, roles = node.layout, [role for role, use in node.uses if use not in {"generate", "judge"}]
-    if layout.ep > 1 and not roles and node.name in recipe.layout:
+    if layout.ep > 1 and not node.uses and node.name in recipe.layout:
         raise RecipeError.at(
             f"layout.{node.name}.ep",
-            f"ep={layout.ep}: node '{node.name}' neither trains nor scores a model, and only such nodes divide "
-            "experts: leave it out, or give it to a node that does",
+            f"ep={layout.ep}: node '{node.name}' has no model whose experts could be divided: leave it out, or give "
+            "it to a node that has one",
         )
     for role in roles:
         backend = recipe.as_seen_by(role).training.backend
@@ -123,7 +175,7 @@ def check_vllm(draft: Draft) -> None:
     generating = [
         instance
         for instance, seen in draft.seen()
-        if instance.has_engine and instance.engine == "vllm" and seen.rollout.external.python is None
+        if instance.has_engine and instance.engine == "vllm" and seen.rollout.external.is_in_process
     ]
     some = next((instance for instance in generating if len(instance.layout.ranks) < num_ranks), None)
     if len(generating) > 1 and len(companions_of(recipe, draft.instances, generating[0])) < len(generating):
@@ -139,6 +191,39 @@ def check_vllm(draft: Draft) -> None:
     role = generating[-1].role
     message = f"must be given where {problem}; or set {recipe.key_of(ENGINE_KEY, role)}=native"
     raise RecipeError.at(recipe.key_of("rollout.external.python", role), message)
+
+
+def check_addresses(draft: Draft) -> None:
+    """Each rank that generates has an engine of its own elsewhere, if any has, and that is vLLM."""
+    owners = dict[str, RoleInstance]()
+    for instance, seen in draft.seen():
+        external = seen.rollout.external
+        answers = instance == answering(draft.instances, draft.recipe.evaluation.role)
+        if not (external.addresses and (instance.has_engine or answers)):
+            continue
+        key = draft.recipe.key_of("rollout.external.addresses", instance.role)
+        if instance.engine != "vllm":
+            message = f"are of vLLM, but role '{instance.role}' generates with '{instance.engine}'"
+            remedy = f"set roles.{instance.role}.rollout.external.addresses: [], or rollout.engine: vllm"
+            raise RecipeError.at(key, f"{message}: {remedy}")
+        layout = instance.serving_layout
+        if layout.ranks_per_shard > 1:
+            raise RecipeError.at(
+                key,
+                f"are engines of one rank each, but {layout.ranks_per_shard} ranks make one of role "
+                f"'{instance.role}': leave out tp and pp of its layout",
+            )
+        if len(external.addresses) != len(layout.ranks):
+            raise RecipeError.at(
+                key,
+                f"has {len(external.addresses)} engines, and {len(layout.ranks)} ranks generate with role "
+                f"'{instance.role}': name one for each, or set layout.NODE.ranks",
+            )
+        for address in external.addresses:
+            other = owners.setdefault(address, instance)
+            if other != instance and instance not in companions_of(draft.recipe, draft.instances, other):
+                where = f"set roles.{instance.role}.rollout.external.addresses"
+                raise RecipeError.at(key, f"'{address}' generates with role '{other.role}', too: {where}")
 
 
 def check_support(draft: Draft) -> None:
@@ -198,6 +283,37 @@ def check_heads(draft: Draft) -> None:
             check_experts(f"{key}.ep", instance.role, layout.ep, size.num_experts)
 
 
+def check_engine_parts(draft: Draft) -> None:
+    """The ranks of one engine can have a layer each, and whole experts if they are asked to."""
+    engines = {instance.role: instance.engine for instance in draft.instances}
+    for node, role in [(one, role) for one in draft.nodes for role, use in one.uses if use in {"generate", "judge"}]:
+        layout, size, key = node.layout, draft.sizes.get(role), f"layout.{node.name}"
+        if size is not None and layout.pp > size.num_layers:
+            raise RecipeError.at(
+                f"{key}.pp",
+                f"pp={layout.pp}: the model of '{role}' has {size.num_layers} layers, fewer than stages: set fewer",
+            )
+        if layout.pp > 1 and draft.recipe.as_seen_by(role).algorithm.replay_experts:
+            raise RecipeError.at(
+                f"{key}.pp",
+                f"pp={layout.pp}: a stage of an engine knows the experts of its own layers alone, and {REPLAY} needs "
+                "those of all: set pp: 1, or leave out replay_experts",
+            )
+        if layout.ep == 1:
+            continue
+        if not engine_of(engines[role]).divides_experts:
+            message = f"ep={layout.ep}: the engine '{engines[role]}' of '{role}' does not divide experts: leave it out"
+            raise RecipeError.at(f"{key}.ep", f"{message}, or set {draft.recipe.key_of(ENGINE_KEY, role)}: vllm")
+        if layout.ep != layout.tp:
+            raise RecipeError.at(
+                f"{key}.ep",
+                f"ep={layout.ep}, tp={layout.tp}: vLLM divides experts among all ranks along tp: set both alike, or "
+                "leave out ep",
+            )
+        if size is not None:
+            check_experts(f"{key}.ep", role, layout.ep, size.num_experts)
+
+
 def check_divides(key: str, role: str, tp: int, counts: tuple[int, int, int]) -> None:
     """Refuse a `tp` that does not divide attention heads, heads of keys or inner features; the error is at the key."""
     names = "attention heads", "heads of keys", "inner features"
@@ -232,6 +348,8 @@ def check_adapters(draft: Draft) -> None:
         lora = None if model is None else lora_of(model, key)
         if lora is None:
             continue
+        if lora.packed_block:
+            check_packable(lora, key, instance, recipe, size)
         engine = engine_for(recipe.rollout, instance.engine)
         if instance.has_engine and engine.takes_adapters and engine.keeps_weights:
             check_sendable(lora, key)
@@ -245,8 +363,41 @@ def check_adapters(draft: Draft) -> None:
             check_adapted_stages(f"{key}.lora.targets", pp, size.num_layers, size.adapted)
 
 
+def check_packable(lora: LoraConfig, key: str, instance: RoleInstance, recipe: Recipe, size: ModelSize | None) -> None:
+    """Refuse weights of 4 bits for back ends, engines and models that cannot have them."""
+    where, backend, engine = f"{key}.lora.base_dtype", recipe.training.backend, instance.engine
+    if instance.has_engine and engine_of(engine).keeps_weights and engine_for(recipe.rollout, engine).takes_adapters:
+        check_sendable(lora, key)
+    if not backend_of(backend).packs_weights:
+        raise RecipeError.at(where, f"nf4 is not for the back end '{backend}': use fsdp, or leave it out")
+    if size is None or instance.is_engine_only:
+        return
+    has_others = size.num_recurrent_layers > 0 or size.indexer is not None
+    if reason := unpackable(has_experts=size.num_experts > 0, has_others=has_others):
+        raise RecipeError.at(where, f"nf4 is not for the model of '{instance.role}'{reason}")
+    tp = instance.layout.tp if backend_of(backend).shards_along_axes else 1
+    check_packed(key, lora.packed_block, size.linears, tp)
+
+
+def unpackable(*, has_experts: bool, has_others: bool) -> str:
+    """Why the weights of a model cannot have 4 bits; empty if they can."""
+    if has_experts:
+        return (
+            ", whose experts are most of its weights, but no linear layers, and would stay in float32: leave it out; "
+            "ranks along ep divide experts"
+        )
+    return ", some of whose layers read by recurrence or choose keys: leave it out" if has_others else ""
+
+
 def check_sendable(lora: LoraConfig, key: str) -> None:
-    """Refuse adapters of experts for an engine outside of this package that computes with adapters."""
+    """Refuse what an engine outside of this package cannot add: adapters of experts, or to weights of 4 bits."""
+    if lora.packed_block:
+        raise RecipeError.at(
+            f"{key}.lora.base_dtype",
+            "nf4: vLLM and SGLang would read the weights as they are saved, and add adapters that were trained on "
+            "rounded ones: set rollout.external.merge_adapters, so that they are sent the rounded weights with the "
+            "adapters merged in, or rollout.engine=native",
+        )
     if lora.expert_rank is not None:
         raise RecipeError.at(
             f"{key}.lora.{_where(lora)}",

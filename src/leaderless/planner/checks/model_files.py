@@ -62,7 +62,8 @@ def quantization_of(about: Mapping[str, Any]) -> str:
     method = str(getattr(method, "value", method))
     return (
         f"has weights that are quantized ({method}), which cannot be trained: name the model that they were made of, "
-        f"often the same name without -{method.upper()}, or a GGUF file, which is unpacked"
+        f"often the same name without -{method.upper()}, or a GGUF file, which is unpacked; adapters can be trained on "
+        "weights that are quantized here (models.ROLE.lora.base_dtype=nf4)"
     )
 
 

@@ -139,7 +139,7 @@ def check_role_advantages(draft: Draft) -> None:
     for role, config in recipe.roles.items():
         own, general = config.algorithm, recipe.algorithm
         computing = (node for node in draft.nodes if "advantages" in node.writes and node.spec.role_use == "none")
-        if own is None or any(node.settings_of(recipe).algorithm is own for node in computing):
+        if own is None or any(node.settings_of(recipe).algorithm in (own, own.corrected()) for node in computing):
             continue
         is_penalized = own.is_penalized_in_reward and own.kl != general.kl
         if is_penalized or own.advantage != general.advantage:

@@ -80,7 +80,7 @@ def lora_of(model: ModelConfig, key: str) -> LoraConfig | None:
             targets=sorted(targets),
             expert_rank=expert_rank,
             dropout=dropout,
-        ).model_copy(update={"adapter": lora.adapter})
+        ).model_copy(update={name: getattr(lora, name) for name in ("adapter", "base_dtype", "base_block")})
     except (KeyError, TypeError, ValueError) as error:
         raise RecipeError.at(key, f"{path} does not describe adapters: {error}") from error
 
@@ -177,6 +177,10 @@ def companions_of(recipe: Recipe, instances: Sequence[RoleInstance], instance: R
     return [] if wanted is None else [one for one in instances if _served(recipe, one) == wanted]
 
 
+_NO_MATTER = {"gradient_checkpointing": False, "offload_activations": False}
+"""Settings that say nothing about which weights a model has."""
+
+
 def _served(recipe: Recipe, instance: RoleInstance) -> tuple[object, ...] | None:
     """Common property of instances that generate with one engine; None if it adds no adapters."""
     seen = recipe.as_seen_by(instance.role)
@@ -185,7 +189,7 @@ def _served(recipe: Recipe, instance: RoleInstance) -> tuple[object, ...] | None
         return None
     if not (spec.keeps_weights and spec.takes_adapters):
         return None
-    own = model.model_copy(update={"lora": None, "gradient_checkpointing": False})
+    own = model.model_copy(update={"lora": None, **_NO_MATTER})
     size = seen.rollout.max_sequences, seen.longest_text()
     return instance.engine, own, instance.serving_layout, instance.is_engine_only, seen.rollout.external, size
 
@@ -198,12 +202,15 @@ def _frozen(recipe: Recipe, instance: RoleInstance) -> tuple[object, ...] | None
         return None
     if not (instance.is_trained or instance.is_engine_only) or not backend_of(recipe.training.backend).lends_weights:
         return None
-    own = model.model_copy(update={"lora": None, "gradient_checkpointing": False})
-    return own, layout, instance.is_engine_only
+    own = model.model_copy(update={"lora": None, **_NO_MATTER})
+    return own, model.lora.packed_block, layout, instance.is_engine_only
 
 
 def described(folder: Path, key: str) -> ModelConfig:
-    """The model with adapters that a folder describes; see `describe`. Errors are at the model's key."""
+    """The model with adapters that a folder describes; see `describe`. Errors are at the model's key.
+
+    Its weights are in float32, also if those under the adapters had 4 bits while they were trained.
+    """
     said = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     base = ModelConfig(path=said["base_model_name_or_path"], revision=said.get("revision"))
     lora = lora_of(base.model_copy(update={"lora": LoraConfig(adapter=str(folder))}), key)
@@ -231,4 +238,5 @@ def describe(model: ModelConfig, targets: Sequence[str], expert_rank: int | None
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
+        **({"base_dtype": lora.base_dtype, "base_block": lora.base_block} if lora.packed_block else {}),
     }

@@ -242,6 +242,7 @@ def _max_bytes(recipe: Recipe, name: str, agents: Sequence[str], *, is_sampled: 
         "later_image_bytes": response * IMAGE_BYTES_PER_TOKEN,
         "experts": (data.max_prompt_tokens + response) * EXPERTS_PER_TOKEN,
         "support": response * SUPPORT_PER_TOKEN,
+        "teacher": response * (1 + (recipe.algorithm.distillation.top_k or 0)),
     }.get(column.axis, response)
     siblings = batch.responses_per_prompt * max(1, len(agents)) if is_sampled and not column.is_prompt else 1
     return batch.prompts_per_step * siblings * longest * column.item_bytes

@@ -122,10 +122,12 @@ class RowSets:
         )
 
     def _place(self, node: Node, rows: str) -> None:
-        bare = spec_of(replace(node, judges=()))
+        bare = spec_of(replace(node, judges=(), teachers=()))
         roles = bare.roles_of(node)
         main = next((role for name, role in roles.items() if bare.roles[name] == bare.role_use), None)
-        node = replace(node, role=main, roles=(*roles.items(), *node.judges))
+        if bare.role_use == "none" and node.teachers:
+            main = node.teachers[0][1]
+        node = replace(node, role=main, roles=(*roles.items(), *node.judges, *node.teachers))
         spec = spec_of(node)
         self._nodes[node.name], self.specs[node.name], self.of[node.name] = node, spec, rows
         self.after[node.name] = rows if spec.rows == "same" else node.name

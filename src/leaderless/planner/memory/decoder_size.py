@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from leaderless.planner.layout import Layout
 from leaderless.planner.memory.attention_kinds import AttentionKind
 from leaderless.planner.memory.layer_parts import NO_RECURRENCE, IndexerSize, RecurrenceSize
-from leaderless.planner.memory.layers import layers_of_stage
+from leaderless.planner.memory.layers import Linear, layers_of_stage, packed_bytes
 from leaderless.planner.memory.vision_size import VisionSize
 
-_OF_ADAPTERS = ("num_adapter_parameters", "num_whole_adapter_parameters", "num_expert_adapter_parameters")
+_PER_LAYER = (
+    "num_adapter_parameters",
+    "num_whole_adapter_parameters",
+    "num_expert_adapter_parameters",
+    "num_packed_parameters",
+)
 NEVER_QUADRATIC = 1 << 40
 """Length at which attention counts as much as matrix products where it never does."""
 
@@ -59,13 +64,15 @@ class ModelSize:
     `num_chosen_experts` in each. In a model that sees images, layers include the layers of `vision`. The head is the
     input embedding if it `is_tied`. The layers of the whole model with adapters, linear ones and experts, are
     `adapted`. Where adapters drop some of their inputs, the widest have `dropped_inputs`: of the layers whose inputs
-    ranks along `tp` do not divide, and of others. Attention `is_plain` without windows, sinks, and keys that are made
-    from latents; only then an engine has pages.
+    ranks along `tp` do not divide, and of others. The linear layers for text of a model with adapters are `linears`,
+    and `num_packed_parameters` of their weights have 4 bits. Attention `is_plain` without windows, sinks, and keys that
+    are made from latents; only then an engine has pages.
 
     Where not all layers attend to everything, `kinds` says how each does. Where they are not alike, `layers` has the
     sizes of each, and `intermediate_size` is the greatest of theirs. Those that read by recurrence have states of the
     sizes of `recurrence`. Engines that keep keys and values compressed have `num_latents` numbers for a token of a
-    layer. An `indexer` chooses the keys to attend to. A layer has `num_norms` norms of its parts.
+    layer. An `indexer` chooses the keys to attend to. A layer has `num_norms` norms of its parts. Of the matrices in
+    all layers that read text, `rows` has the number of weights, by the length of their rows.
     """
 
     num_parameters: int
@@ -83,6 +90,8 @@ class ModelSize:
     num_whole_adapter_parameters: int = 0
     num_expert_adapter_parameters: int = 0
     adapted: Sequence[str] = ()
+    linears: Sequence[Linear] = ()
+    num_packed_parameters: int = 0
     dropped_inputs: tuple[int, int] = (0, 0)
     num_experts: int = 0
     num_expert_parameters: int = 0
@@ -96,6 +105,14 @@ class ModelSize:
     num_latents: int = 0
     indexer: IndexerSize | None = None
     num_norms: int = 2
+    rows: Mapping[int, int] = field(default_factory=dict)
+
+    def weight_bytes(self, width: int, block: int) -> int:
+        """Bytes of all weights but adapters: `width` each, or packed in blocks, if that is not 0."""
+        if not block:
+            return self.num_parameters * width
+        packed = self.num_packed_parameters
+        return (self.num_parameters - packed) * width + packed_bytes(packed, block)
 
     @property
     def num_trained(self) -> int:
@@ -234,6 +251,7 @@ class ModelSize:
             num_layer_parameters=layers,
             num_adapter_parameters=whole - (whole - self.num_adapter_parameters) // tp,
             num_expert_adapter_parameters=-(-self.num_expert_adapter_parameters // tp),
+            num_packed_parameters=-(-self.num_packed_parameters // tp),
             dropped_inputs=(self.dropped_inputs[0], -(-self.dropped_inputs[1] // tp)),
             intermediate_size=-(-self.intermediate_size // tp),
             vocab_size=self.vocab_size // tp if is_divided else self.vocab_size,
@@ -270,7 +288,7 @@ class ModelSize:
             intermediate_size=max((layer.intermediate_size for layer in own), default=self.intermediate_size),
             num_expert_parameters=experts,
             vision=self.vision if stage == 0 else None,
-            **{name: -(-getattr(self, name) * num_layers // self.num_layers) for name in _OF_ADAPTERS},
+            **{name: -(-getattr(self, name) * num_layers // self.num_layers) for name in _PER_LAYER},
         )
 
     def num_kv_parts(self, layout: Layout) -> int:

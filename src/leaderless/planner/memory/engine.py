@@ -82,12 +82,13 @@ class EngineMemory:
         state = FLOAT32_BYTES * size.recurrence.num_states  # of a layer
         read = min(PREFILL_TOKENS, prompts * self.followed.data.max_prompt_tokens)
         first_logits = prompts * FLOAT32_BYTES * size.vocab_size
-        yield {
+        unpacked = {"unpacked weight": self.model.unpacked_bytes()} if self.model.block else {}
+        yield unpacked | {
             "activations": max(read * per_token, read * self.model.vision.held_values() * width),
             "pixels": read * self.model.vision.pixel_bytes(width),
             "logits": first_logits,
         }
-        yield {
+        yield unpacked | {
             "activations": self._num_rows * per_token,
             "logits": self._num_rows * self._logit_bytes() * size.vocab_size + first_logits,
             "attention over slots": 0 if self.is_cpu or self.has_pages else self._attention_over_slots(),

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from leaderless.config import Recipe
+from leaderless.config import Recipe, RecipeError
 from leaderless.config.models import Whole
+from leaderless.planner.checks.capabilities import check_packable
+from leaderless.planner.engines import backend_of
 from leaderless.planner.layout import all_ranks
 from leaderless.planner.make_plan import longest_part
 from leaderless.planner.memory.estimate import estimate_memory
+from leaderless.planner.memory.layers import packed_bytes
 from leaderless.planner.memory.limits import PAGE_TOKENS, CacheBound
+from leaderless.planner.memory.model import FLOAT32_BYTES
+from leaderless.planner.memory.offload import is_only_scored
 from leaderless.planner.memory.rank import COMMANDS, LARGE_MAX_LOGITS, DeviceMemory, Room, format_bytes
 from leaderless.planner.plan import Plan
 
@@ -150,6 +155,7 @@ def _remedies(recipe: Recipe, plan: Plan, memory: DeviceMemory, tokens: int | No
     if "checkpoint copy" in memory.resident:
         saved = format_bytes(memory.resident["checkpoint copy"])
         remedies.append(f"set checkpoint.asynchronous=false, which saves {saved}")
+    remedies += _offloads(recipe, plan, memory, phase)
     trained = [instance.role for instance in plan.instances if instance.is_trained]
     unchecked = [role for role in trained if (m := recipe.model_of(role)) and not m.gradient_checkpointing]
     if unchecked and phase.endswith(" trains"):
@@ -157,9 +163,56 @@ def _remedies(recipe: Recipe, plan: Plan, memory: DeviceMemory, tokens: int | No
     whole = [role for role in trained if (m := recipe.model_of(role)) and m.lora is None]
     if whole and is_text and phase.endswith(" trains"):
         remedies.append(f"train adapters: set models.{whole[0]}.lora")
+    remedies += _packed(recipe, plan, trained) if is_text else ()
     is_cpu = not memory.host
     remedies.append(f"use {'ranks of more machines' if is_cpu else 'more ranks'}, or a smaller model")
     return "; ".join(remedies)
+
+
+def _packed(recipe: Recipe, plan: Plan, trained: Sequence[str]) -> Iterator[str]:
+    """The setting that gives the weights below adapters 4 bits, and what it saves, where they can have them."""
+    for role in trained:
+        model, size = recipe.model_of(role), plan.sizes.get(role)
+        if model is None or size is None or model.lora is None or model.lora.packed_block:
+            continue
+        lora = model.lora.model_copy(update={"base_dtype": "nf4"})
+        try:
+            for instance in plan.instances:
+                if instance.role == role:
+                    check_packable(lora, f"models.{role}", instance, recipe.as_seen_by(role), size)
+        except RecipeError:
+            continue
+        layout = next(one.layout for one in plan.instances if one.role == role and one.is_trained)
+        shards = backend_of(recipe.as_seen_by(role).training.backend).num_shards(layout)
+        count = sum(one.inputs * one.outputs for one in size.linears)
+        saved = (count * FLOAT32_BYTES - packed_bytes(count, lora.packed_block)) // shards
+        yield f"set models.{role}.lora.base_dtype=nf4, which saves {format_bytes(saved)} of weights"
+        return
+
+
+def _offloads(recipe: Recipe, plan: Plan, memory: DeviceMemory, phase: str) -> Iterator[str]:
+    """Settings that keep something elsewhere while it is not used, each with the bytes that it saves."""
+    place = "host" if memory.host else "disk"
+    for instance in plan.instances:
+        role, seen = instance.role, recipe.as_seen_by(instance.role)
+        follows = len(backend_of(seen.training.backend).optimizers) > 1
+        kept = memory.resident.get(f"{role} optimizer", 0)
+        if instance.is_trained and follows and kept:
+            yield f"set {recipe.key_of('optimizer.offload', role)}={place}, which saves {format_bytes(kept)}"
+        held = memory.resident.get(f"{role} weights", 0)
+        if held and not phase.startswith(f"{role} ") and is_only_scored(recipe, plan.instances, instance):
+            yield f"set {recipe.key_of('training.offload_frozen', role)}={place}, which saves {format_bytes(held)}"
+        config = recipe.model_of(role)
+        if phase == f"{role} trains" and config is not None and config.gradient_checkpointing and follows:
+            changed = recipe.model_copy(
+                update={"models": {**recipe.models, role: config.model_copy(update={"offload_activations": True})}}
+            )
+            before, after = (estimate_memory(one, plan, plan.batch.micro_batch_tokens) for one in (recipe, changed))
+            assert before is not None
+            assert after is not None
+            one, other = (found.accelerator if memory.host else found.cpu for found in (before, after))
+            if (saved := one.totals[phase] - other.totals[phase]) > 0:
+                yield f"set models.{role}.offload_activations, which saves {format_bytes(saved)}"
 
 
 def _most_asked(recipe: Recipe, role: str) -> str:

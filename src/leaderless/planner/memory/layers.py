@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from leaderless.config import RecipeError
 from leaderless.config.models import LoraConfig
@@ -40,6 +40,36 @@ def is_named(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
+def of_text(names: Iterable[str]) -> list[str]:
+    """The layers for text, of all layers of a model."""
+    known = [*names]
+    return [name for name in known if name.startswith(TEXT_PART)] or known
+
+
+def packed_bytes(num_weights: int, block: int) -> int:
+    """Bytes of weights of 4 bits each, of which each `block` has a scale in float32."""
+    return num_weights // 2 + 4 * (num_weights // block)
+
+
+def check_block(key: str, name: str, inputs: int, block: int, tp: int = 1) -> None:
+    """Refuse a block that does not divide the inputs of a layer, of which ranks along `tp` have a part each."""
+    if inputs % (block * tp):
+        able = [
+            size for size in get_args(LoraConfig.model_fields["base_block"].annotation) if inputs % (size * tp) == 0
+        ]
+        part = f"the {inputs // tp} inputs of {name} that each rank along tp={tp} has"
+        what = part if tp > 1 else f"the {inputs} inputs of {name}"
+        remedies = [f"set it to {' or '.join(map(str, able))}"] if able else ["leave out base_dtype"]
+        remedies += ["leave out tp"] if tp > 1 else []
+        raise RecipeError.at(f"{key}.lora.base_block", f"{block} does not divide {what}: {', or '.join(remedies)}")
+
+
+def check_packed(key: str, block: int, layers: Iterable[Linear], tp: int) -> None:
+    """Refuse a block that does not divide the rows of a layer, as ranks along `tp` have them."""
+    for name, inputs, _ in layers:
+        check_block(key, name, inputs, block, tp if name.rpartition(".")[2] in NARROWING else 1)
+
+
 def with_adapters(lora: LoraConfig, names: Iterable[str], *, freezes_vision: bool) -> list[str]:
     """The layers that get adapters.
 
@@ -48,7 +78,7 @@ def with_adapters(lora: LoraConfig, names: Iterable[str], *, freezes_vision: boo
     """
     known = [*names]
     if lora.targets == "all-linear":
-        return [name for name in known if name.startswith(TEXT_PART)] or known
+        return of_text(known)
     is_left = freezes_vision and lora.adapter is None
     return [
         name

@@ -21,6 +21,9 @@ WEIGHT_BUCKET_BYTES, DEVICE_WEIGHT_BUCKET_BYTES = 32 * MIB, 256 * MIB
 accelerator's memory is sent, which needs time to start each message and each checksum."""
 PINNED_BYTES = 1024 * MIB
 """Most bytes of a block of pinned memory for weights that come; a larger weight has a block to itself."""
+STATE_GROUP_BYTES, STATE_ROOMS = 64 * MIB, 3
+"""Bytes of what an optimizer keeps that come to a device at a time where they are not always there, or of one weight if
+they are more; and the rooms for so many on the device: while one group changes weights, one comes and one leaves."""
 SMALLEST_SLOT = 64
 """Tokens of the smallest slots for keys and values; each size is twice the previous one."""
 MOST_SPARE_SLOTS = 64

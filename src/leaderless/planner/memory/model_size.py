@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,13 @@ from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.planner.graph.adapters import lora_of
 from leaderless.planner.memory.attention_kinds import FULL, attention_kinds
 from leaderless.planner.memory.decoder_size import LayerSize, ModelSize
-from leaderless.planner.memory.layer_parts import Described
+from leaderless.planner.memory.layer_parts import Described, LayerPart
 from leaderless.planner.memory.layers import (
     TEXT_PART,
     Linear,
     decoder_layers,
     num_adapter_weights,
+    of_text,
     widest_inputs,
     with_adapters,
 )
@@ -151,7 +153,27 @@ def _decoder_size(config: dict[str, int], vision: VisionSize | None, *, is_criti
         is_plain=is_plain,
         kinds=() if is_plain else kinds,
         vision=vision,
+        rows=_rows(config, hidden, query, key_value),
     )
+
+
+def _rows(config: dict[str, int], hidden: int, query: int, key_value: int) -> dict[int, int]:
+    """Weights in matrices of all layers, by the length of their rows: a row has a weight for each input."""
+    found = Counter[int]()
+    for layer in range(config["num_hidden_layers"]):
+        found.update({hidden: hidden * (query + 2 * key_value)})
+        found.update({query: query * hidden})
+        inner, experts = config["intermediate_size"], 0
+        if _is_mixture(config, layer) and (
+            experts := config.get("num_experts") or config.get("num_local_experts") or 0
+        ):
+            width = config.get("moe_intermediate_size") or inner
+            inner = config.get("shared_expert_intermediate_size") or 0
+            found.update({hidden: experts * hidden * (2 * width + 1) + (hidden if inner else 0)})
+            found.update({width: experts * width * hidden})
+        found.update({hidden: 2 * hidden * inner})
+        found.update({inner: inner * hidden} if inner else {})
+    return dict(found)
 
 
 def _unlike_size(config: Mapping[str, object], own: UnlikeLayers, *, is_critic: bool) -> ModelSize:
@@ -187,7 +209,21 @@ def _unlike_size(config: Mapping[str, object], own: UnlikeLayers, *, is_critic: 
         num_latents=heads.num_latents,
         indexer=own.indexer,
         num_norms=row.num_norms,
+        rows=_rows_of_parts(own.parts, described.count("moe_intermediate_size", 0), hidden, experts),
     )
+
+
+def _rows_of_parts(parts: Sequence[LayerPart], width: int, hidden: int, experts: int) -> dict[int, int]:
+    """The same of layers that are not alike; what goes back from experts of a width is a third of their weights."""
+    found = Counter[int]()
+    for part in parts:
+        for linear in part.linears:
+            found.update({linear.inputs: linear.inputs * linear.outputs})
+        if part.num_expert_parameters:
+            back = part.num_expert_parameters // 3
+            found.update({hidden: part.num_expert_parameters - back + hidden * experts})  # with what chooses them
+            found.update({width: back})
+    return dict(found)
 
 
 def _with_linear_adapters(size: ModelSize, own: UnlikeLayers, model: ModelConfig, lora: LoraConfig) -> ModelSize:
@@ -203,6 +239,7 @@ def _with_linear_adapters(size: ModelSize, own: UnlikeLayers, model: ModelConfig
         for number, part in enumerate(own.parts)
         for linear in part.linears
     ]
+    size = _with_linears(size, layers, lora)
     names = {*with_adapters(lora, [one.name for one in layers], freezes_vision=model.freeze_vision)}
     adapted = [one for one in layers if one.name in names]
     total, whole = num_adapter_weights(lora.rank, adapted)
@@ -215,6 +252,14 @@ def _with_linear_adapters(size: ModelSize, own: UnlikeLayers, model: ModelConfig
     )
 
 
+def _with_linears(size: ModelSize, layers: Sequence[Linear], lora: LoraConfig) -> ModelSize:
+    """A model with the linear layers for text of all of its layers, whose weights may have 4 bits."""
+    names = {*of_text([one.name for one in layers])}
+    own = tuple(one for one in layers if one.name in names)
+    packed = sum(one.inputs * one.outputs for one in own) if lora.packed_block else 0
+    return replace(size, linears=own, num_packed_parameters=packed)
+
+
 def _with_adapters(
     size: ModelSize, config: Mapping[str, int], seen: Sequence[Linear], model: ModelConfig, lora: LoraConfig
 ) -> ModelSize:
@@ -225,6 +270,7 @@ def _with_adapters(
     layers = [*decoder_layers(config, (hidden, query, key), mixed)]
     if size.vision is not None:
         layers = [one._replace(name=TEXT_PART + one.name.removeprefix("model.")) for one in layers] + [*seen]
+    size = _with_linears(size, layers, lora)
     names = {*with_adapters(lora, [one.name for one in layers], freezes_vision=model.freeze_vision)}
     own = [one for one in layers if one.name in names]
     total, whole = num_adapter_weights(lora.rank, own)

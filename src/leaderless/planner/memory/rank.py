@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from leaderless.config import Recipe
-from leaderless.config.models import Whole
+from leaderless.config.models import Offload, Whole
+from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory.limits import MAX_LOGITS, MIB, UNBOUND, CacheBound
 from leaderless.planner.plan import Plan, communicators
 from leaderless.planner.plan_parts import Channel
@@ -69,12 +70,14 @@ class DeviceMemory:
         phases: Parts on top of these in each phase of a step; only one phase runs at a time.
         apart: Parts of phases outside of steps: loading, resuming, and other commands.
         host: Parts in the memory of the host, on an accelerator.
+        disk: Parts in files in `run.offload_folder`.
     """
 
     resident: Mapping[str, int]
     phases: Mapping[str, Mapping[str, int]]
     apart: Mapping[str, Mapping[str, int]]
     host: Mapping[str, int]
+    disk: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def totals(self) -> Mapping[str, int]:
@@ -95,20 +98,44 @@ class DeviceMemory:
         return {"peak": self.peak, **asdict(self), "totals": dict(self.totals)}
 
 
+OF_ITERATIONS = (" scores", " trains")
+"""Ends of the names of phases that begin when what the iteration before has left is gone."""
 COMMANDS = ("export", "serve")
 """Phases of other commands, which the peak of a run does not depend on."""
 
 
+class RankPeak(NamedTuple):
+    """Most bytes that ranks with the same models hold at any time, each of them.
+
+    Attributes:
+        ranks: The ranks, ascending.
+        cpu: Bytes where they compute on the CPU.
+        accelerator: Bytes of an accelerator where each has one.
+    """
+
+    ranks: Sequence[int]
+    cpu: int
+    accelerator: int
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of the fullest rank, where ranks compute on the CPU and where each has an accelerator."""
+    """Bytes of the fullest rank, where ranks compute on the CPU and where each has an accelerator.
+
+    Attributes:
+        cpu: The fullest rank of those that compute on the CPU.
+        accelerator: The fullest rank of those that have accelerators.
+        peaks: Peaks of all ranks.
+    """
 
     cpu: DeviceMemory
     accelerator: DeviceMemory
+    peaks: Sequence[RankPeak] = ()
 
     def to_json(self) -> dict[str, object]:
         """JSON-able values."""
-        return {"cpu": self.cpu.to_json(), "accelerator": self.accelerator.to_json()}
+        peaks = [{**one._asdict(), "ranks": format_ranks(one.ranks)} for one in self.peaks]
+        return {"cpu": self.cpu.to_json(), "accelerator": self.accelerator.to_json(), "peaks": peaks}
 
 
 Parts = dict[str, int]
@@ -177,9 +204,17 @@ class RankMemory(ABC, Generic[Model]):
     def waiting(self) -> Parts:
         """Data that stay in the memory of the host, besides copies of checkpoints."""
 
+    def leaving(self) -> Parts:
+        """Data in the memory of the host that an iteration leaves, until the next one of its loop begins."""
+        return {}
+
     @abstractmethod
     def loading(self) -> Parts:
         """Data in the memory of the host at the fullest moment while models are read."""
+
+    def offloaded(self, where: Offload) -> Parts:  # noqa: ARG002
+        """Data that are in the memory of the host, or on the disk, where they are not used."""
+        return {}
 
     def commands(self, libraries: Parts, resumed: Parts) -> Mapping[str, Parts]:  # noqa: ARG002
         """Phases outside of a run's own steps: after the libraries, or when it is resumed."""
@@ -197,16 +232,26 @@ class RankMemory(ABC, Generic[Model]):
         libraries, in_flight = {"libraries": LIBRARIES_BYTES}, min(WRITE_BYTES, saved)
         written = {"files being written": in_flight}
         kept = ({"checkpoint copy": saved, **written} if saved and is_asynchronous else {}) | self.waiting()
+        on_disk = self.offloaded("disk")
         if self.is_cpu:
             if saved:
                 phases["checkpoint"] = {} if is_asynchronous else written
+            leaving = self.leaving()
+            for name, parts in phases.items():
+                if not name.endswith(OF_ITERATIONS):
+                    phases[name] = parts | leaving
             resumed = resident | libraries | {"files being read": in_flight} if saved else {}
             apart = {"loading": libraries | self.loading(), **self.commands(libraries, resumed)}
-            return DeviceMemory(resident | kept | libraries, phases, apart, {})
+            return DeviceMemory(resident | kept | libraries, phases, apart, {}, on_disk)
         resident |= {"driver": CONTEXT_BYTES, "workspaces": WORKSPACE_BYTES}
         if self.num_communicators:
             resident["communication"] = self.num_communicators * COMMUNICATOR_BYTES
-        return DeviceMemory(resident, phases, self.commands({}, {}), libraries | kept | self.loading())
+        on_host = libraries | kept | self.loading() | self.offloaded("host")
+        return DeviceMemory(resident, phases, self.commands({}, {}), on_host, on_disk)
+
+
+_Held = tuple[tuple[tuple[int, int], ...], tuple[int, ...], tuple[int, ...], int]
+"""A rank's models, as places and stages; places of the channels that it pushes into, and takes from; communicators."""
 
 
 def fullest_rank(
@@ -227,22 +272,24 @@ def fullest_rank(
         return plan.instances[place].layout.coordinates(rank)["pp"] if len(models[place]) > 1 else 0
 
     # Ranks with the same models need the same: each combination of models is counted once.
-    held = dict.fromkeys(
-        (
+    held = dict[_Held, list[int]]()
+    for rank in ranks:
+        key = (
             tuple((place, stage(place, rank)) for place, x in enumerate(plan.instances) if rank in x.layout),
             tuple(place for place, (pushing, _) in enumerate(ends) if rank in pushing),
             tuple(place for place, (_, pulling) in enumerate(ends) if rank in pulling),
             num_communicators(rank),
         )
-        for rank in ranks
-    )
+        held.setdefault(key, []).append(rank)
 
-    def fullest(bound: Bounds) -> DeviceMemory:
-        estimates = (
-            make(recipe, [models[i][stage] for i, stage in own], everywhere, sent, taken, num, bound).memory()
-            for own, *places, num in held
-            for sent, taken in [[[channels[i] for i in some] for some in places]]
-        )
-        return max(estimates, key=lambda memory: memory.peak)
+    def estimate(bound: Bounds, own: _Held) -> DeviceMemory:
+        places, *ends, num = own
+        sent, taken = ([channels[place] for place in some] for some in ends)
+        return make(recipe, [models[i][stage] for i, stage in places], everywhere, sent, taken, num, bound).memory()
 
-    return MemoryEstimate(*map(fullest, bounds))
+    kinds = [[estimate(bound, key) for key in held] for bound in bounds]
+    peaks = [
+        RankPeak(some, *(memory.peak for memory in pair)) for some, *pair in zip(held.values(), *kinds, strict=True)
+    ]
+    cpu, accelerator = (max(some, key=lambda memory: memory.peak) for some in kinds)
+    return MemoryEstimate(cpu, accelerator, peaks)

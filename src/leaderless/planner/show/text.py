@@ -38,6 +38,7 @@ def print_plan(
     lowered: Mapping[str, int] | None = None,
     doors: Sequence[tuple[str, str]] = (),
     judges: Sequence[tuple[str, str]] = (),
+    precision: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Print what runs where, what is sent, and what it takes.
 
@@ -47,6 +48,7 @@ def print_plan(
         lowered: Bounds of a pass that earlier starts have lowered, by role.
         doors: Ranks that clients ask, with their addresses.
         judges: Judges by name, with what they are asked.
+        precision: Engines that compute in low precision or with drafts, and corrections of their samples.
     """
     title = Text.assemble((plan.recipe_name, "bold"), f"  workflow {plan.workflow}, {_count(plan.world_size, 'rank')}")
     _print(console, title.append(f", plan {plan.hash()[:12]}", "dim"))
@@ -71,6 +73,8 @@ def print_plan(
         _section(console, "Where clients ask", _table("", "", rows=doors))
     if judges:
         _section(console, "Judges", _table("", "", rows=judges))
+    if precision:
+        _section(console, "Low precision and drafts", _table("", "", rows=precision))
     models = [(Text(one.role, "bold"), str(one.layout), _use(one, plan.sizes.get(one.role))) for one in plan.instances]
     _section(console, "Models", _table("role", "layout", "use", rows=models))
     if plan.memory is None:
@@ -332,6 +336,7 @@ def _memory(estimate: MemoryEstimate) -> Table:
         add(f"while {phase}" if " " in phase else phase, [memory.phases.get(phase, {}) for memory in kinds])
     rows.append((Text("peak", "bold"), *(_bytes(memory.peak) for memory in kinds)))
     add("in the memory of the host", [memory.host for memory in kinds])
+    add("on the disk", [memory.disk for memory in kinds])
     for phase in dict.fromkeys(name for memory in kinds for name in memory.apart):
         title = Text(f"to {phase}" if phase in COMMANDS else phase, "bold")
         rows += [(title, *(_bytes(memory.totals.get(phase, 0)) for memory in kinds))]

@@ -27,6 +27,7 @@ from leaderless.planner.workflow.columns import (
     EXPERTS_PER_TOKEN,
     IMAGE_BYTES_PER_TOKEN,
     SUPPORT_PER_TOKEN,
+    TEACHER_WORDS_PER_TOKEN,
     Axis,
     column_of,
 )
@@ -113,6 +114,8 @@ class SimulatedRows:
             return self.response_tokens * IMAGE_BYTES_PER_TOKEN
         if axis == "experts":
             return self.tokens * EXPERTS_PER_TOKEN
+        if axis == "teacher":
+            return self.response_tokens * TEACHER_WORDS_PER_TOKEN
         if axis == "support":
             return self.response_tokens * SUPPORT_PER_TOKEN
         return self.prompt_tokens if axis == "prompt_tokens" else self.response_tokens

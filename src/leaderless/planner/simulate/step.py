@@ -22,14 +22,21 @@ from leaderless.planner import (
     Windowed,
     flat,
 )
-from leaderless.planner.engines import engine_of
+from leaderless.planner.engines import engine_of, may_send_differences
 from leaderless.planner.graph.judges import as_judged
 from leaderless.planner.memory.model import FLOAT32_BYTES, number_bytes
 from leaderless.planner.simulate.cluster import GIB, ClusterConfig
 from leaderless.planner.simulate.compute import ModelCost, tokenizing_seconds
 from leaderless.planner.simulate.network import Float, Network, sums
 from leaderless.planner.simulate.rows import Int, RowPlacement, SimulatedRoutes, SimulatedRows, Workload, sending_ranks
-from leaderless.planner.simulate.transfers import Cost, peer_cost, put_cost, updates_cost, weights_cost
+from leaderless.planner.simulate.transfers import (
+    Cost,
+    difference_share,
+    peer_cost,
+    put_cost,
+    updates_cost,
+    weights_cost,
+)
 
 Models = Mapping[tuple[str | None, tuple[int, ...]], ModelCost]
 """The cost of every model, by its role and ranks."""
@@ -78,6 +85,8 @@ class Synced:
     num_bytes: int
     is_gathered: bool
     through_channel: bool = False
+    sent_share: float = 1.0
+    gathered_share: float = 1.0
 
 
 Event = Loaded | Worked | Moved | Synced
@@ -101,12 +110,12 @@ def events_of(plan: Plan, recipe: Recipe, workload: Workload, network: Network) 
             case Reshard():
                 events.append(Moved(action, placement.reshard(action)))
             case SyncWeights():
-                events.append(_synced(plan, recipe, models, action))
+                events.append(_synced(plan, recipe, models, action, network))
             case Pull(name):
                 channel = plan.channel(name)
                 events += [Moved(move, placement.reshard(move), through_channel=True) for move in channel.reshards]
                 if channel.sync is not None:
-                    events.append(replace(_synced(plan, recipe, models, channel.sync), through_channel=True))
+                    events.append(_synced(plan, recipe, models, channel.sync, network, through_channel=True))
             case Push():  # sent while the ranks continue, and counted where it is pulled
                 continue
             case Windowed():  # overlap is not modeled: its entries follow each other
@@ -120,14 +129,26 @@ def events_of(plan: Plan, recipe: Recipe, workload: Workload, network: Network) 
     return tuple(events)
 
 
-def _synced(plan: Plan, recipe: Recipe, models: Models, action: SyncWeights) -> Synced:
-    """New weights: float32, but what engines compute in where ranks only generate."""
+def _synced(
+    plan: Plan, recipe: Recipe, models: Models, action: SyncWeights, network: Network, *, through_channel: bool = False
+) -> Synced:
+    """New weights: float32, but what engines compute in where ranks only generate, and differences if they are sent."""
     num_parameters = models[action.role, action.source_layout.ranks].size.num_parameters
     key, config = (action.role, action.target_layout), recipe.model_of(action.role)
     assert config is not None, "checked by the planner"
-    is_gathered = any(one.is_engine_only and (one.role, one.layout) == key for one in plan.instances)
-    width = number_bytes(config) if is_gathered else FLOAT32_BYTES
-    return Synced(action, num_parameters * width, is_gathered)
+    taker = next((one for one in plan.instances if one.is_engine_only and (one.role, one.layout) == key), None)
+    if taker is None:
+        return Synced(action, num_parameters * FLOAT32_BYTES, is_gathered=False, through_channel=through_channel)
+    width, own = number_bytes(config), recipe.as_seen_by(action.role)
+    whole = Synced(action, num_parameters * width, is_gathered=True, through_channel=through_channel)
+    is_apart = own.rollout.weights == "difference" or len(np.unique(network.hosts(np.array(action.ranks)))) > 1
+    if not (is_apart and may_send_differences(own.rollout, taker.engine, config, is_on_host=through_channel)):
+        return whole
+    changed = network.cluster.workload.changed_share if width < FLOAT32_BYTES else 1.0
+    share, spec = difference_share(changed, width), engine_of(taker.engine)
+    # Only ranks that have all weights from before gather differences, too.
+    has_all = taker.engine == "native" or spec.restarts_on(taker.serving_layout) or len(taker.layout.ranks) == 1
+    return replace(whole, sent_share=share, gathered_share=share if has_all else 1.0)
 
 
 def _work(node: PlannedNode, models: Models, placement: RowPlacement, recipe: Recipe) -> Worked:
@@ -233,7 +254,14 @@ class Walk:
 
     def sync(self, event: Synced) -> None:
         """Weights go from rank to rank; through a channel, for no longer than an iteration lasts."""
-        cost = weights_cost(event.action, event.num_bytes, self.network, is_gathered=event.is_gathered)
+        cost = weights_cost(
+            event.action,
+            event.num_bytes,
+            self.network,
+            is_gathered=event.is_gathered,
+            sent_share=event.sent_share,
+            gathered_share=event.gathered_share,
+        )
         if event.through_channel:
             self.travel_s += cost.seconds
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2
 
 import numpy as np
@@ -266,10 +266,30 @@ def _hops(num_hops: int, num_bytes: int, ranks: Int, network: Network) -> Cost:
     return Cost(took, 2 * num_bytes * is_between_hosts, 0)
 
 
-def weights_cost(action: SyncWeights, num_bytes: int, network: Network, *, is_gathered: bool) -> Cost:
+def difference_share(changed: float, width: int) -> float:
+    """Expected bytes of differences of weights, as a share of the bytes of all, if numbers change independently.
+
+    A gap of unchanged numbers is geometric. With codes of a byte, it has one more code for each 255 of them: on average
+    q / (1 - q) more, with q = (1 - changed)^255; with codes of two bytes, one more for each 65,535. A bit for each
+    number is the alternative; see `leaderless.distributed.weights`.
+    """
+    gaps = (size * changed / (1 - (1 - changed) ** most) for size, most in ((1, 255), (2, 65535)))
+    return min(1.0, changed + min(*gaps, 1 / 8) / width)
+
+
+def weights_cost(
+    action: SyncWeights,
+    num_bytes: int,
+    network: Network,
+    *,
+    is_gathered: bool,
+    sent_share: float = 1.0,
+    gathered_share: float = 1.0,
+) -> Cost:
     """Cost of new weights: each row goes straight from the rank that trains it to one that wants it.
 
-    Ranks that want whole weights then gather what each has received.
+    Ranks that want whole weights then gather what each has received. Of differences, only a share of the bytes is sent,
+    and of some gathered; ranks read all weights and those before, to compare them or to add to them.
     """
     sources, targets = (np.array(layout.ranks) for layout in (action.source_layout, action.target_layout))
     borders = [num_bytes * np.arange(len(ranks) + 1) // len(ranks) for ranks in (sources, targets)]
@@ -277,15 +297,20 @@ def weights_cost(action: SyncWeights, num_bytes: int, network: Network, *, is_ga
     begins, sizes = cuts[:-1], np.diff(cuts)
     senders = sources[np.searchsorted(borders[0], begins, side="right") - 1]
     receivers = targets[np.searchsorted(borders[1], begins, side="right") - 1]
-    transfer = NetworkTransfer.of(senders, receivers, sizes)
+    whole = NetworkTransfer.of(senders, receivers, sizes)
+    transfer = replace(whole, sizes=np.ceil(sent_share * whole.sizes).astype(np.int64))
     num_rounds = ceil(num_bytes / DEVICE_WEIGHT_BUCKET_BYTES)
     latency = network.latency_seconds(transfer) * (ceil(num_rounds / ROUNDS_AHEAD) - 1)
     link, count = network.cluster.links.device, network.num_ranks
-    sent, received = transfer.sent(count), transfer.received(count)
+    sent, received = whole.sent(count), whole.received(count)
     held = min(ROUNDS_AHEAD * DEVICE_WEIGHT_BUCKET_BYTES, int((sent + received).max()))
     # All ranks make bytes of weights that go, and weights of bytes that have come, at the same time.
-    packed = 2 * link.latency_us * MICRO + seconds(int(sent.max()) + int(received.max()), link.bandwidth_gb_per_s)
+    # Weights before are in host memory, so that as many bytes come from there, too.
+    num_read = (int(sent.max()) + int(received.max())) * (2 if sent_share < 1 else 1)
+    packed = 2 * link.latency_us * MICRO + seconds(num_read, link.bandwidth_gb_per_s)
     took = latency + network.transfer_seconds(transfer) + packed
     if is_gathered:
-        took += network.gather_seconds(num_bytes, targets)
+        took += network.gather_seconds(num_bytes * gathered_share, targets)
+    if gathered_share < 1:  # each rank reads the weights before, writes the new ones, and reads them for the checksum
+        took += seconds(3 * num_bytes, network.cluster.device.memory_bandwidth_gb_per_s)
     return Cost(took, int(np.max(sum(network.interface_bytes(transfer)))), held)

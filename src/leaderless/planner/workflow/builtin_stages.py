@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from leaderless.config import RecipeError
 from leaderless.config.environment import custom_reader
+from leaderless.config.failures import PLAYED_KINDS
 from leaderless.config.models import origin_of
 from leaderless.config.packaged_files import server_refusal
 from leaderless.planner.workflow.columns import (
@@ -21,6 +22,7 @@ from leaderless.planner.workflow.columns import (
     SUPPORT_COLUMNS,
     TAKEN_COLUMNS,
 )
+from leaderless.planner.workflow.distillation_stages import DISTILLATION_STAGES
 from leaderless.planner.workflow.products import agents_of, tools_of
 from leaderless.planner.workflow.reward_stages import PREFERENCE_STAGES, REWARD
 from leaderless.planner.workflow.stage_spec import STAGES, StageSpec
@@ -111,10 +113,14 @@ def _text_metrics(recipe: Recipe) -> list[str]:  # noqa: ARG001
     return [f"rollout/{name}" for name in ("response_tokens", "truncated", "tokens_per_s")]
 
 
+def _draft_metrics(recipe: Recipe) -> list[str]:
+    return ["rollout/drafts_accepted"] * bool(recipe.rollout.num_drafts)
+
+
 def _episode_metrics(recipe: Recipe) -> list[str]:
     config = recipe.environment
     assert config is not None
-    tools, names = tools_of(config), [*_text_metrics(recipe), *EPISODE_METRICS]
+    tools, names = tools_of(config), [*_text_metrics(recipe), *_draft_metrics(recipe), *EPISODE_METRICS]
     if tools or config.mcp:
         names += ["episode/tools_s", "tool/calls", "tool/misread"]
         names += [f"tool/{kind}/{tool}" for tool in tools for kind in ("calls", "refused")]
@@ -123,7 +129,6 @@ def _episode_metrics(recipe: Recipe) -> list[str]:
 
 def _record_reads(recipe: Recipe, node: Node) -> list[str]:
     columns = ["rows", "tokens", "truncated", "rewards", "reward_valid", "reward_details"]
-    columns += ["advantages"] * (recipe.algorithm.sac is None)
     columns += [IMAGES] * recipe.has_images
     return columns + ["agent"] * (len(node.agents) > 1) + [*ROLLOUTS[recipe.product].recorded]
 
@@ -256,7 +261,7 @@ EPISODE_METRICS = (
     "episode/cut",
     "episode/drift",
     "episode/failed",
-    *(f"episode/failed_{cause}" for cause in ("environment", "tool", "timeout", "crash", "overflow")),
+    *(f"failure/{kind}" for kind in PLAYED_KINDS),
     "episode/repeated",
     "episode/model_s",
     "episode/environment_s",
@@ -303,7 +308,7 @@ class Rollout(NamedTuple):
 
 
 ROLLOUTS: Mapping[Product, Rollout] = {
-    "text": Rollout(("prompt_tokens",), lambda _: (), _text_metrics),
+    "text": Rollout(("prompt_tokens",), lambda _: (), lambda recipe: [*_text_metrics(recipe), *_draft_metrics(recipe)]),
     # Without the mask, an environment's text would be recorded as part of the response.
     "episodes": Rollout(
         ("rows",), lambda _: PLAY_COLUMNS, _episode_metrics, ("response_mask",), check=_check_environment
@@ -437,6 +442,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         implementations={"bodies": "leaderless.embodied.stages.films:record"},
         sampled_with=("stop",),
         reads=_record_reads,
+        reads_if_made=lambda recipe, _: ["advantages"] * (recipe.algorithm.sac is None),
         reads_if_written=("rollout_log_probs", "old_log_probs", EPISODE_IDS, "joint_ids"),
         has_effect=lambda recipe: recipe.run.recorded_prompts > 0,
         needs_whole_groups=True,
@@ -453,6 +459,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         summary="values of a critic before each sampled token",
     ),
     **TRAINING_STAGES,
+    **DISTILLATION_STAGES,
     **PREFERENCE_STAGES,
 }
 
@@ -481,4 +488,4 @@ def spec_of(node: Node) -> StageSpec:
     if node.run in ROW_STAGES:
         return ROW_STAGES[node.run]
     found = EVALUATION_STAGES.get(node.run) or STAGES.find(node.run, f"nodes.{node.name}.run", BUILTIN_STAGES)
-    return found.with_judges(node) if node.judges else found
+    return found.with_guests(node) if node.judges or node.teachers else found

@@ -19,6 +19,7 @@ Axis = Literal[
     "response_tokens",
     "experts",
     "support",
+    "teacher",
     "observations",
     "decisions",
     "steps",
@@ -151,6 +152,13 @@ COLUMNS: dict[str, Column] = {
     "support_sizes": Column(
         "jagged", "int32", "number of these words for each sampled token; 0 where it could be any", "response_tokens"
     ),
+    "teacher_tokens": Column(
+        "jagged", "int32", "likeliest words of a teacher at each sampled token, and the token itself", "teacher"
+    ),
+    "teacher_log_probs": Column("jagged", "float32", "the teacher's log-probabilities of these words", "teacher"),
+    "teacher_sizes": Column(
+        "jagged", "int32", "number of these words for each sampled token; 0 where no teacher judges", "response_tokens"
+    ),
     "rewards": Column("dense", "float32", "weighted sum of the rewards that apply"),
     "reward_valid": Column("dense", "bool", "whether all rewards of the sample could be computed"),
     "reward_details": Column("object", "json", "each reward by name, and why it failed if it did"),
@@ -176,6 +184,14 @@ EXPERTS_PER_TOKEN = 384
 """Estimate of its size: 8 experts in each of 48 layers."""
 SUPPORT, SUPPORT_SIZES = SUPPORT_COLUMNS = ("support", "support_sizes")
 """Columns that rollouts write where tokens are left out."""
+TEACHER_TOKENS, TEACHER_LOG_PROBS, TEACHER_SIZES = TEACHER_COLUMNS = (
+    "teacher_tokens",
+    "teacher_log_probs",
+    "teacher_sizes",
+)
+"""Columns by which a teacher on other ranks, or behind an address, says what it finds likely."""
+TEACHER_WORDS_PER_TOKEN = 64
+"""Estimate of the length of the first two, where a plan does not know it."""
 SUPPORT_PER_TOKEN = 64
 """Estimate of the size of the former."""
 DATA_RESPONSE_COLUMNS = ("tokens", "response_mask")

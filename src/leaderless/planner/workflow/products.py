@@ -31,6 +31,7 @@ class ProductFunctions:
         evaluation: Function that grades episodes of held-out tasks; see `evaluate_bodies`.
         evaluation_metrics: Metrics of an evaluation about the length of responses.
         clients: Function that reserves the address at which clients ask a rank; see `Entrance`.
+        reads_text: Whether its models have layers that read text, whose matrices are known by their names.
     """
 
     check: str = ""
@@ -40,6 +41,7 @@ class ProductFunctions:
     evaluation: str = ""
     evaluation_metrics: tuple[str, ...] = ("evaluation/truncated", "evaluation/response_tokens")
     clients: str = ""
+    reads_text: bool = True
 
 
 PRODUCTS: Mapping[Product, ProductFunctions] = {
@@ -53,6 +55,7 @@ PRODUCTS: Mapping[Product, ProductFunctions] = {
         weight_shapes="leaderless.embodied.rollout.policy_rollout:body_shapes",
         evaluation="leaderless.embodied.stages.rollout:evaluate_bodies",
         evaluation_metrics=(),
+        reads_text=False,
     ),
 }
 """The functions of each kind of run; the functions of its stages are in their contracts."""

@@ -47,7 +47,8 @@ def compares(config: RewardsConfig) -> bool:
 def _reward_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     names = [f"reward/{name}" for name in ("mean", "std", "failed", *recipe.reward_names)]
     names += [f"judge/{name}" for name in judge_metrics(recipe.reward)]
-    return [*names, *["episode/grading_s"] * bool(recipe.has_episodes and recipe.reward.options())]
+    is_graded = bool(recipe.has_episodes and recipe.reward.options())
+    return [*names, *["episode/grading_s", "failure/grader"] * is_graded]
 
 
 def _check_reward(recipe: Recipe, node: Node) -> None:

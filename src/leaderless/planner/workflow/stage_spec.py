@@ -59,6 +59,7 @@ class StageSpec:
         critics: Roles of the node that are value models, not language models, by the names of their parameters.
         takes_own_rows: Whether it uses its role on the rows that the role sampled, or the role that it is the
             reference of.
+        asks_teachers: Function that says whether it uses the teachers of a recipe, to score.
         grades: Whether responses are graded on its ranks, so that it asks those judges that are models of the recipe.
         idle_steps: Number of first steps in which it does not train its role, as a function of the recipe.
         has_effect: Whether it has an effect beyond its columns, such as an update, and runs even if no node reads them;
@@ -83,6 +84,7 @@ class StageSpec:
     roles: Mapping[str, AnyUse] = field(default_factory=dict)
     critics: tuple[str, ...] = ()
     takes_own_rows: bool = False
+    asks_teachers: Callable[[Recipe], bool] = field(default=lambda recipe: False)  # noqa: ARG005
     grades: bool = False
     idle_steps: Callable[[Recipe], int] = field(default=lambda recipe: 0)  # noqa: ARG005
     has_effect: bool | Callable[[Recipe], bool] = False
@@ -110,12 +112,14 @@ class StageSpec:
         """Whether a role is a value model for a node of this stage whose roles have been resolved."""
         return any(dict(node.roles).get(name) == role for name in self.critics)
 
-    def with_judges(self, node: Node) -> StageSpec:
-        """The contract of a node of this stage, which also asks the judges that the planner has given to the node."""
-        return replace(self, roles={**self.roles, **{name: "judge" for name, _ in node.judges}})
+    def with_guests(self, node: Node) -> StageSpec:
+        """The contract of a node of this stage with the judges and teachers that the planner has given to the node."""
+        judges: dict[str, AnyUse] = {name: "judge" for name, _ in node.judges}
+        teachers: dict[str, AnyUse] = {name: "score" for name, _ in node.teachers}
+        return replace(self, roles={**self.roles, **judges, **teachers})
 
     def roles_of(self, node: Node) -> dict[str, str]:
-        """The role for each parameter, but for judges; the node must give the roles that the stage declares."""
+        """The role for each parameter but for judges and teachers; the node must give those that the stage declares."""
         key, declared = f"nodes.{node.name}", ", ".join(f"{name} ({use})" for name, use in self.roles.items())
         given = dict(node.roles)
         if node.role is not None and given:

@@ -85,13 +85,13 @@ def _update_metrics(recipe: Recipe, node: Node) -> list[str]:
 def _common_update_metrics(recipe: Recipe, node: Node) -> list[str]:
     algorithm = recipe.algorithm
     names = [*_sft_metrics(recipe, node), f"{node.role}/clip_fraction", "rollout/staleness"]
-    names += [f"mismatch/{name}" for name in ("abs_mean", "abs_max", "kl")]
+    names += [f"mismatch/{name}" for name in ("abs_mean", "abs_max", "kl", "effective_samples")]
     if may_be_stale(recipe, node):
-        names += ["staleness/oldest", "mismatch/effective_samples"]
+        names += ["staleness/oldest"]
         names += [f"{name}/{age}" for name in ("staleness/share", "mismatch/kl_by_age") for age in AGES]
     if algorithm.is_penalized_in_loss:
         names += [f"{node.role}/kl", *adapted_metrics(recipe)]
-    if algorithm.correction.type != "none":
+    if algorithm.correction.has_weights:
         names += ["correction/weight", "correction/dropped"]
     return names
 
@@ -111,7 +111,8 @@ def training_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     return [*own, f"guard/skipped/{node.role}", "guard/roll_backs"]
 
 
-def _check_sample_fits(recipe: Recipe, section: Literal["data", "rollout"]) -> None:
+def check_sample_fits(recipe: Recipe, section: Literal["data", "rollout"]) -> None:
+    """Check that a pass can take the longest sample."""
     if recipe.body is not None:
         steps = recipe.body.max_steps
         is_divided = all(model.gradient_checkpointing for model in recipe.models.values())
@@ -139,7 +140,7 @@ def check_pass_fits(recipe: Recipe, longest: int, reason: str) -> None:
 
 def check_log_probs(recipe: Recipe, node: Node) -> None:
     """Check that samples fit into memory, and that the column of a role's log-probabilities has a unique name."""
-    _check_sample_fits(recipe, "rollout")
+    check_sample_fits(recipe, "rollout")
     if node.role in OWNERS_OF_LOG_PROBS:
         raise RecipeError.at(
             f"nodes.{node.name}.role",
@@ -149,7 +150,7 @@ def check_log_probs(recipe: Recipe, node: Node) -> None:
 
 
 def _check_update(recipe: Recipe, node: Node) -> None:
-    _check_sample_fits(recipe, "rollout")
+    check_sample_fits(recipe, "rollout")
     check_updates_per_step(recipe)
     if recipe.algorithm.team.rotate_steps and len(node.team) < 2:
         raise RecipeError.at(
@@ -260,7 +261,7 @@ def _check_sft(recipe: Recipe, node: Node) -> None:
         raise RecipeError.at(
             f"{next(iter(recipe.data.train_sets()))}.response", f"must name the column that node '{node.name}' imitates"
         )
-    _check_sample_fits(recipe, "data")
+    check_sample_fits(recipe, "data")
     check_updates_per_step(recipe)
 
 

@@ -35,6 +35,7 @@ class Node:
         num_samplers: Number of nodes that make samples.
         team: Trained roles that sample, in the order of the workflow, as the planner finds out.
         is_carried: Whether surplus of repeated nodes may be among its rows; the planner finds it out.
+        teachers: Teachers of a node that learns from them or asks them, with their roles; the planner names them.
         judges: Rewards that ask a model of the recipe, with its role, of a node that grades; the planner names them.
     """
 
@@ -51,6 +52,7 @@ class Node:
     team: tuple[str, ...] = ()
     is_carried: bool = False
     judges: tuple[tuple[str, str], ...] = ()
+    teachers: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

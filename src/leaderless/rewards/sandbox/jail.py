@@ -16,6 +16,7 @@ from leaderless.base.values import Json
 from leaderless.rewards.sandbox.messages import (
     CallRequest,
     ProgramEnd,
+    SandboxError,
     SandboxLimits,
     SandboxOrder,
     ScriptRequest,
@@ -31,7 +32,7 @@ _START = "import sys; sys.path.append(sys.argv[1]); from sandbox.supervisor impo
 class Jail:
     """A supervisor in a sandbox.
 
-    Its methods raise a RuntimeError if the sandbox does not work on this machine, but never because of what a program
+    Its methods raise a `SandboxError` if the sandbox does not work on this machine, but never because of what a program
     does.
     """
 
@@ -80,12 +81,12 @@ class Jail:
     def _receive(self) -> Sequence[Json] | str:
         line = self._replies.readline()
         if not line:
-            raise RuntimeError(
+            raise SandboxError(
                 f"the sandbox's supervisor ended with exit code {self._supervisor.wait()}; see its output above"
             )
         message: Sequence[Json] | str | Mapping[str, str] = json.loads(line)
         if isinstance(message, Mapping):
-            raise RuntimeError(f"the sandbox does not work on this machine: {message['broken']}")
+            raise SandboxError(f"the sandbox does not work on this machine: {message['broken']}")
         return message
 
     def _ended(self) -> ProgramEnd:

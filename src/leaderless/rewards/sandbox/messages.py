@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, TypedDict
 
 
+class SandboxError(RuntimeError):
+    """The sandbox does not work on this machine, or its supervisor has ended: nothing that a program does is one."""
+
+
 class SandboxLimits(NamedTuple):
     """Limits of one run of a program, or of one call of an interpreter.
 

@@ -15,8 +15,8 @@ from leaderless.base.devices import release_memory
 from leaderless.base.image_files import plain_file
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.data.prompts.images import PromptImage, collapsed
-from leaderless.distributed.remote.child_server import EngineError
 from leaderless.distributed.remote.messages import Ask, Gain
+from leaderless.distributed.remote.server_calls import EngineError
 from leaderless.distributed.weights.stream import WeightStream
 from leaderless.models.loading.weight_sources import SavedForm, unchanged
 from leaderless.models.routers import UNKNOWN
@@ -30,6 +30,7 @@ from leaderless.rollout.engine import (
     derive_seed,
     has_stopped,
 )
+from leaderless.rollout.shaping import refuse_shaping
 
 REMEDY = "use another version of the engine, or rollout.engine: native"
 """Remedy if an engine does not use the weights that it was given."""
@@ -198,6 +199,7 @@ class ExternalEngine:
 
     def submit(self, request: Request, params: SamplingParams) -> int:
         """Send each response as a separate request; one that already has `max_tokens` ends at once."""
+        refuse_shaping(params.shaping, self._name)
         self._num_requests += 1
         number, fresh = self._num_requests, []
         for sibling, (sample_id, completion) in enumerate(zip(request.sample_ids, request.begin(), strict=True)):
@@ -294,6 +296,7 @@ class ExternalEngine:
             len(tokens) * bool(self.most_support)
         )
         completion.support += support
+        drafted, accepted = gain.drafts or (0, 0)
         news = self._take_experts(response, gain, has_ended=reason is not None) if self.experts_per_token else ()
         self._deltas.append(
             Delta(
@@ -306,6 +309,8 @@ class ExternalEngine:
                 cached,
                 news,
                 support,
+                drafted,
+                accepted,
             )
         )
 

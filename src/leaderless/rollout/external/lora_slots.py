@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from leaderless.config import Recipe
 from leaderless.config.models import ModelConfig
-from leaderless.distributed.remote.child_server import EngineError
 from leaderless.distributed.remote.messages import Ask, Gain
+from leaderless.distributed.remote.server_calls import EngineError
 from leaderless.distributed.weights.stream import WeightStream
 from leaderless.planner import Layout, RoleInstance
 from leaderless.rollout.external.engine import ENDS, Driver

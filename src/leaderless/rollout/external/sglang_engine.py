@@ -17,8 +17,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from leaderless.base.values import Json
-from leaderless.distributed.remote.child_server import ChildServer, EngineError, bound_command
+from leaderless.distributed.remote.child_server import ChildServer, bound_command
 from leaderless.distributed.remote.messages import Ask, Gain, Settings
+from leaderless.distributed.remote.server_calls import EngineError
 from leaderless.distributed.weights.buckets import LocalStaging, make_buckets
 from leaderless.distributed.weights.stream import WeightStream
 from leaderless.rollout.external.engine import ENDS
@@ -91,7 +92,8 @@ class SglangServer(AdapterDriver):
         if settings.adapters:
             targets = [cast("Sequence[str]", said["target_modules"]) for said in settings.adapters.values()]
             given += ["--lora-target-modules", *sorted({one for some in targets for one in some})]
-        return given + [f"--{flag}" for flag in flags]
+        given += [f"--{flag}" for flag in flags]
+        return given + [part for name, value in settings.arguments.items() for part in _command_line(name, value)]
 
     @override
     def wake(self) -> None:
@@ -276,6 +278,17 @@ class SglangServer(AdapterDriver):
         self._adapter_of.clear()
         self._streams.clear()
         self._news = queue.SimpleQueue()
+
+
+def _command_line(name: str, value: Json) -> list[str]:
+    """Write an argument for SGLang's command line, where true is a flag alone."""
+    flag = f"--{name.replace('_', '-')}"
+    if value is True:
+        return [flag]
+    if isinstance(value, Mapping):
+        return [flag, json.dumps(value)]
+    values = [value] if isinstance(value, str) or not isinstance(value, Sequence) else value
+    return [flag, *map(str, values)]
 
 
 def _name(number: int) -> str:

@@ -324,7 +324,7 @@ def finish(layer: LeanLayer, hidden: Tensor, attended: Tensor) -> Tensor:
 def multiply(linear: nn.Module, values: Tensor) -> Tensor:
     """Apply a linear module to [T, inputs], with its adapter; any other module in its place is called as it is."""
     if isinstance(linear, LoraLinear):
-        return linear.adapted(values, linear_for_few(values, linear.weight, linear.bias))
+        return linear.adapted(values, linear_for_few(values, linear.numbers(values.dtype), linear.bias))
     if type(linear) is not nn.Linear:
         return cast("Tensor", linear(values))
     return linear_for_few(values, linear.weight, linear.bias)

@@ -30,7 +30,7 @@ from leaderless.models.causal_lm import CausalLM
 from leaderless.models.routers import Routers
 from leaderless.models.uploads import placed
 from leaderless.planner.memory.limits import PAGE_TOKENS
-from leaderless.rollout.engine import Delta
+from leaderless.rollout.engine import Delta, Request, SamplingParams
 from leaderless.rollout.native.cuda_graph import BucketGraphs
 from leaderless.rollout.native.decode_state import Running
 from leaderless.rollout.native.engine import NativeEngine
@@ -49,6 +49,7 @@ from leaderless.rollout.native.sampling import (
     write_drawn,
     write_recorded,
 )
+from leaderless.rollout.shaping import refuse_shaping
 
 
 class PagedOptions(NamedTuple):
@@ -208,6 +209,12 @@ class PagedEngine(NativeEngine):
         if isinstance(self._pass, LeanForward):
             self._pass.joined.release()
         self._addresses = ()
+
+    @override
+    def submit(self, request: Request, params: SamplingParams) -> int:
+        """See `RolloutEngine`; the device draws ahead of the host, which knows what a response has too late."""
+        refuse_shaping(params.shaping, "the native engine on an accelerator")
+        return super().submit(request, params)
 
     @override
     @torch.no_grad()

@@ -17,6 +17,7 @@ from leaderless.models.vision.mrope import grid_positions
 from leaderless.rollout.engine import Completion, SamplingParams
 from leaderless.rollout.native.kv_cache import PromptPart, Segment, StateBatches, Store
 from leaderless.rollout.native.segment_attention import SharedPrompts
+from leaderless.rollout.shaping import GrammarState
 
 Key = tuple[tuple[int, ...], tuple[PromptImage, ...], int]
 """Tokens and images of a prompt, and how many of its tokens attend to one another in both directions."""
@@ -73,6 +74,7 @@ class Response:
     num_known: int = 0  # tokens of its prompt that were not read for it, until this has been reported
     segment: Segment | None = None
     seat: int = 0
+    grammar: GrammarState | None = None  # what may come next, once something has been drawn by a grammar
 
 
 Draws = dict[tuple[int, SamplingConfig], list[int]]

@@ -1,4 +1,4 @@
-"""Questions in the format of OpenAI's API, answered by the conversations of a run.
+"""Questions in the formats of several APIs, answered by the conversations of a run.
 
 client -> Asking.chat, Asking.completions -> RequestOwner.chats -> Chat.ask of each choice -> reply
 |
@@ -12,7 +12,9 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -20,13 +22,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from typing_extensions import override
 
-from leaderless.base.values import Json
-from leaderless.data.prompts.encode import Tokenizer
+from leaderless.environments.chat_writer import ChatWriter
 from leaderless.environments.programs.chat import Chat, ChatAnswer, ProgramEndpoint
 from leaderless.environments.programs.conversations import AskRefusedError
 from leaderless.rollout.engine import Delta, SamplingParams
-from leaderless.serving.api.requests import ApiRequest, CompletionQuestion, ToolQuestion, read_question
-from leaderless.serving.api.responses import ChatComposer, ChoicePart, CompletionComposer
+from leaderless.serving.api.anthropic_messages import CountBody
+from leaderless.serving.api.chat_apis import CHAT_APIS, ChatApi, listed, model_entry, written
+from leaderless.serving.api.chat_requests import ChatQuestion
+from leaderless.serving.api.openai_responses import ResponseMemory
+from leaderless.serving.api.requests import ApiRequest, CompletionQuestion, read_question
+from leaderless.serving.api.responses import ChoicePart, CompletionComposer, Composer
 from leaderless.serving.http_server import (
     HANDLERS,
     ApiError,
@@ -42,6 +47,13 @@ from leaderless.serving.listen import address_of, take_port
 
 Ask = Callable[[Chat], Awaitable[ChatAnswer]]
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_OTHER_DISTRIBUTION = "answers would be sampled from another distribution than the one that is trained"
+_ONE_LOG_PROB = "engines report the log-probability of the sampled token only"
+_UNTRAINED = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "logit_bias", "response_format"), _OTHER_DISTRIBUTION),
+    **dict.fromkeys(("echo", "top_logprobs"), _ONE_LOG_PROB),
+}
+"""Fields that only served models can follow, and why."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +61,17 @@ class RequestOwner:
     """Who answers a request.
 
     Attributes:
-        tokenizer: Tokenizer of the policy.
+        writer: Writer of messages for the policy.
         params: Distribution from which it samples.
         chats: Function that gives the conversation in which each of some responses is asked for.
+        memory: Responses that requests may continue by their names.
         replied: Function that notes that all are there, with the name that the client knows them by.
     """
 
-    tokenizer: Tokenizer
+    writer: ChatWriter
     params: SamplingParams
     chats: Callable[[int], Sequence[Chat]]
+    memory: ResponseMemory
     replied: Callable[[str, Sequence[Chat]], None] = lambda *_: None
 
 
@@ -72,23 +86,50 @@ class Asking(ABC):
             ApiError: Nobody does.
         """
 
+    def routes(self, before: str) -> list[Route]:
+        """The endpoints, whose paths begin with the same."""
+        chats = [
+            Route(f"{before}/v1{api.path}", partial(self.chat, api), methods=["POST"], name=api.path)
+            for api in CHAT_APIS
+        ]
+        return [
+            Route(f"{before}/v1/models", self.models),
+            *chats,
+            Route(f"{before}/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
+            Route(f"{before}/v1/completions", self.completions, methods=["POST"]),
+        ]
+
     async def models(self, request: Request) -> Response:
         """List the only model."""
         self.find(request)
-        model: Json = {"id": "policy", "object": "model", "created": 0, "owned_by": "leaderless"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse(listed(model_entry("policy", 0)))
 
-    async def chat(self, request: Request) -> Response:
+    async def chat(self, api: ChatApi, request: Request) -> Response:
         """Continue a chat."""
         asked = self.find(request)
-        question = read_question(await read_body(request), ToolQuestion)
-        tools = question.tools if question.tool_choice == "auto" else ()
+        question, make = api.read(await read_body(request), asked.memory)
         messages = [message.to_json() for message in question.messages]
 
         def ask(chat: Chat) -> Awaitable[ChatAnswer]:
-            return chat.ask(messages, tools=tools, max_tokens=question.longest, stop=question.stop_texts)
+            return chat.ask(
+                messages,
+                tools=question.offered_tools,
+                max_tokens=question.longest,
+                stop=question.stop_texts,
+                template=question.chat_template_kwargs,
+            )
 
-        return await _reply(request, asked, ChatComposer(question, [[]], asked.tokenizer), [ask] * question.n)
+        composer = make(question, [[]], asked.writer.tokenizer, None)
+        return await _reply(request, asked, composer, [ask] * question.n)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Count the tokens of a conversation, written from its beginning."""
+        asked = self.find(request)
+        question = read_question(await read_body(request), CountBody).question()
+        try:
+            return JSONResponse({"input_tokens": len(written(asked.writer, question)[1])})
+        except AskRefusedError as error:
+            raise ApiError(400, str(error), code=error.code) from error
 
     async def completions(self, request: Request) -> Response:
         """Complete prompts."""
@@ -99,13 +140,14 @@ class Asking(ABC):
             return lambda chat: chat.complete(prompt, max_tokens=question.max_tokens, stop=question.stop_texts)
 
         asks = [asking(prompt) for prompt in question.prompts for _ in range(question.n)]
-        composer = CompletionComposer(question, [[] for _ in question.prompts], asked.tokenizer)
+        composer = CompletionComposer(question, [[] for _ in question.prompts], asked.writer.tokenizer)
         return await _reply(request, asked, composer, asks)
 
 
-async def _reply(
-    request: Request, asked: RequestOwner, composer: ChatComposer | CompletionComposer, asks: Sequence[Ask]
-) -> Response:
+AnyComposer = Composer[ChatQuestion] | CompletionComposer
+
+
+async def _reply(request: Request, asked: RequestOwner, composer: AnyComposer, asks: Sequence[Ask]) -> Response:
     """Ask, and compose the reply; a stream has everything at once."""
     question = composer.question
     _check_sampling(question, asked.params)
@@ -143,6 +185,14 @@ def _check_sampling(question: ApiRequest, params: SamplingParams) -> None:
                 f"leave it out, or set rollout.{name}"
             )
             raise ApiError(400, message, name)
+    for name, reason in _UNTRAINED.items():
+        field = type(question).model_fields.get(name)
+        if field is not None and getattr(question, name) != field.get_default(call_default_factory=True):
+            raise ApiError(400, f"{name} is not supported here: {reason}; leave it out", name)
+    if isinstance(question, CompletionQuestion) and question.num_likely:
+        raise ApiError(400, f"logprobs={question.num_likely} must be 0 here: {_ONE_LOG_PROB}", "logprobs")
+    if isinstance(question, ChatQuestion) and question.demanded_tools:
+        raise ApiError(400, "tool_choice must be auto or none: no call can be enforced in training", "tool_choice")
     if question.seed is not None and question.seed != params.seed:
         raise ApiError(400, f"seed={question.seed} differs from the recipe's {params.seed}: leave it out", "seed")
 
@@ -157,14 +207,12 @@ async def _all_of(asks: Sequence[Ask], chats: Sequence[Chat]) -> list[ChatAnswer
             task.cancel()
 
 
-def _part(composer: ChatComposer | CompletionComposer, index: int, answer: ChatAnswer) -> ChoicePart:
+def _part(composer: AnyComposer, index: int, answer: ChatAnswer) -> ChoicePart:
     """An answer as a choice of a reply."""
     prompt, sibling = divmod(index, composer.question.n)
     reason: Literal["length", "stop"] = "length" if answer.finish_reason == "length" else "stop"
     part = composer.take(Delta(prompt, sibling, answer.tokens, answer.log_probs, reason))
-    part.text, part.finish_reason = answer.content, answer.finish_reason
-    if isinstance(composer, ChatComposer):
-        composer.calls[index] = answer.tool_calls
+    part.text, part.finish_reason, part.calls = answer.content, answer.finish_reason, answer.tool_calls
     return part
 
 
@@ -174,13 +222,12 @@ class EpisodeServer(Asking, ProgramEndpoint):
     def __init__(self) -> None:
         """Listen; nothing is answered before an episode is admitted."""
         self._chats: dict[str, tuple[Chat, str]] = {}
+        self._memories: WeakKeyDictionary[Chat, ResponseMemory] = WeakKeyDictionary()
         self._listener = take_port("127.0.0.1", 0, None)
         self._listener.listen()
         app = Starlette(
             routes=[
-                Route("/episodes/{episode}/v1/models", self.models),
-                Route("/episodes/{episode}/v1/chat/completions", self.chat, methods=["POST"]),
-                Route("/episodes/{episode}/v1/completions", self.completions, methods=["POST"]),
+                *self.routes("/episodes/{episode}"),
                 Route("/episodes/{episode}/v1/reward", self._reward, methods=["POST"]),
             ],
             exception_handlers=HANDLERS,
@@ -216,7 +263,8 @@ class EpisodeServer(Asking, ProgramEndpoint):
     @override
     def find(self, request: Request) -> RequestOwner:
         chat = self._chat_of(request)  # which all requests ask; what is said is in its trace
-        return RequestOwner(chat.writer.tokenizer, chat.rules.params, lambda num: [chat] * num)
+        memory = self._memories.setdefault(chat, ResponseMemory())
+        return RequestOwner(chat.writer, chat.rules.params, lambda num: [chat] * num, memory)
 
     def _chat_of(self, request: Request) -> Chat:
         """The episode that an address names, if the key is right."""

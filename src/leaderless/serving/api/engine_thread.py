@@ -11,11 +11,13 @@ from types import TracebackType
 from typing import Self
 
 from leaderless.distributed.errors import is_out_of_memory
-from leaderless.distributed.remote.child_server import EngineError
+from leaderless.distributed.remote.server_calls import EngineError
 from leaderless.rollout.engine import Delta, Request, SamplingParams
 from leaderless.rollout.weight_sources import Serving
 from leaderless.serving.http_server import STOPPING, ApiError
 
+MAX_WAITING = 4096
+"""Most responses that clients may wait for at a time, unless a user says otherwise."""
 TOO_MUCH = "out of memory: ask for fewer tokens, or start the server with a lower --max-sequences or --max-context"
 
 
@@ -28,6 +30,13 @@ class Ticket:
     """New tokens of each step, or an error at the end."""
     is_dropped: bool = False
     """Whether the client no longer waits for the responses."""
+    num_tokens: int = 0
+    """Number of tokens that have arrived."""
+    num_asked: int = field(init=False)
+    """Number of responses that count as waited for."""
+
+    def __post_init__(self) -> None:
+        self.num_asked = self.num_left
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Iterate over new tokens until all responses have ended; `request` is the index of the prompt.
@@ -38,9 +47,11 @@ class Ticket:
         while self.num_left:
             arrived = await self.arrived.get()
             if isinstance(arrived, Exception):
+                self.num_left = 0
                 raise arrived
             for delta in arrived:
                 self.num_left -= delta.finish_reason is not None
+                self.num_tokens += len(delta.tokens)
                 yield delta
 
 
@@ -60,8 +71,10 @@ class EngineHost:
     to the event loop at once.
     """
 
-    def __init__(self, serving: Serving) -> None:
-        self._serving, self._engine = serving, serving.engine
+    def __init__(self, serving: Serving, max_waiting: int = MAX_WAITING) -> None:
+        """Prepare the thread; requests for more than `max_waiting` responses at a time are refused."""
+        self._serving, self._engine, self._max_waiting = serving, serving.engine, max_waiting
+        self._num_waiting = 0
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._under_way: dict[int, _UnderWay] = {}
         self._num_ended = self._num_tokens = self._num_told = 0
@@ -97,19 +110,34 @@ class EngineHost:
         return not self.is_stopping
 
     def ask(self, requests: Sequence[Request], params: SamplingParams) -> Ticket:
-        """Submit prompts, or raise `ApiError` if the thread is ending."""
+        """Submit prompts, whose ticket has to be dropped in the end.
+
+        Raises:
+            ApiError: The thread is ending, or too many responses are waited for.
+        """
         ticket = Ticket(sum(len(request.sample_ids) for request in requests))
+        if self._num_waiting and self._num_waiting + ticket.num_asked > self._max_waiting:
+            message = (
+                f"{self._num_waiting:,} responses are waited for, and with these {ticket.num_asked:,} there would be "
+                f"more than {self._max_waiting:,} (--max-waiting): ask again later"
+            )
+            raise ApiError(429, message, code="rate_limit_exceeded")
         with self._asking:
             if self.is_stopping:
                 raise ApiError(503, STOPPING)
             self._orders.put(lambda: self._submit(ticket, requests, params))
+        self._num_waiting += ticket.num_asked
         return ticket
 
-    def drop(self, ticket: Ticket) -> None:
-        """Cancel the unfinished responses of a request."""
-        if ticket.num_left:
-            ticket.is_dropped = True
-            self._orders.put(lambda: self._abort(ticket))
+    def drop(self, ticket: Ticket) -> bool:
+        """Cancel the unfinished responses of a request; returns whether there are any."""
+        self._num_waiting -= ticket.num_asked
+        ticket.num_asked = 0
+        if not ticket.num_left:
+            return False
+        ticket.is_dropped = True
+        self._orders.put(lambda: self._abort(ticket))
+        return True
 
     def news(self) -> str:
         """Describe what is answered and has been so far; empty if there is nothing new since the last call."""

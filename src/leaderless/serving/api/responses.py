@@ -1,4 +1,4 @@
-"""Replies in the format of OpenAI's API, whole or streamed in parts."""
+"""Replies, whole or streamed in parts: what all APIs share, and the format of OpenAI's completions and chats."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Generic, TypeVar
 
 from typing_extensions import override
@@ -14,69 +14,11 @@ from typing_extensions import override
 from leaderless.base.values import Json
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.rollout.engine import Delta
-from leaderless.serving.api.requests import ChatQuestion, CompletionQuestion
+from leaderless.rollout.shaping import PromptScores, Ranked
+from leaderless.serving.api.chat_requests import ChatQuestion
+from leaderless.serving.api.requests import CompletionQuestion
+from leaderless.serving.api.text_stream import REPLACEMENT, AnswerText, CallReader, TextStream
 from leaderless.serving.http_server import ApiError, event
-
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""Character that tokenizers write for bytes that are no character, or not a whole one yet."""
-
-
-class TextStream:
-    """The text of one response while it grows.
-
-    A character whose bytes are spread over several tokens is written with the last of them. Text that may turn out
-    to be the beginning of a stop text is held back. The stop text and everything after it is not written.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        """Start without any text; `stop` are texts that end it."""
-        self._tokenizer, self._stop = tokenizer, stop
-        self._window: list[int] = []
-        """Newest tokens. The first ones were written already; they affect how the next one is decoded."""
-        self._num_old = 0
-        self._num_written = 0
-        self._held = ""
-        self.num_characters = 0
-        """Number of whole characters so far, including those held back."""
-        self.has_stopped = False
-        """Whether a stop text has appeared."""
-
-    def add(self, token: int) -> str:
-        """Add the next token, and return the text that is certain now; special tokens have none."""
-        self._window.append(token)
-        text = self._tokenizer.decode(self._window, skip_special_tokens=True)
-        whole = text.rstrip(REPLACEMENT)
-        new = whole[self._num_written :]
-        self._num_written = max(self._num_written, len(whole))
-        if new and whole == text:
-            self._window = self._window[self._num_old :]
-            self._num_old = len(self._window)
-            self._num_written = len(self._tokenizer.decode(self._window, skip_special_tokens=True))
-        return self._before_stop(new)
-
-    def finish(self) -> str:
-        """Return the rest of the text after the last token."""
-        text = self._tokenizer.decode(self._window, skip_special_tokens=True)
-        rest = self._before_stop(text[self._num_written :])
-        held, self._held = self._held, ""
-        return rest + held
-
-    def _before_stop(self, new: str) -> str:
-        """Return the part of the text that is certain to come before any stop text."""
-        self.num_characters += len(new)
-        if self.has_stopped:
-            return ""
-        text = self._held + new
-        found = [place for place in map(text.find, self._stop) if place >= 0]
-        if found:
-            self.has_stopped, self._held = True, ""
-            return text[: min(found)]
-        # Characters at the end that may be the beginning of a stop text.
-        places = ((stop, count) for stop in self._stop for count in range(1, min(len(text) + 1, len(stop))))
-        certain = len(text) - max((count for stop, count in places if text.endswith(stop[:count])), default=0)
-        self._held = text[certain:]
-        return text[:certain]
-
 
 AnyQuestion = TypeVar("AnyQuestion", CompletionQuestion, ChatQuestion)
 Reply = dict[str, Json]
@@ -90,18 +32,29 @@ class ChoicePart:
     index: int
     text: str = ""  # that can no longer change
     tokens: list[int] = field(default_factory=list)  # with the one that ended the response
-    log_probs: list[float] = field(default_factory=list)
+    log_probs: list[float | None] = field(default_factory=list)  # None for the first token of a prompt
+    likely: list[Ranked] = field(default_factory=list)  # likeliest tokens in place of each, if they are asked for
     offsets: list[int] = field(default_factory=list)  # characters of the response before each token
     finish_reason: str | None = None
     is_first: bool = False  # whether nothing of the response was sent before
+    calls: Sequence[Mapping[str, Json]] = ()  # of tools, at the end, in the format of OpenAI's API
+    stopped_by: str | None = None  # stop text of the request that has ended the response
+    num_echoed: int = 0  # first tokens that are those of the prompt
+
+    @property
+    def shown_text(self) -> str:
+        """The text, without white space alone before calls, which some clients may not send back."""
+        return self.text if self.text.strip() or not self.calls else ""
 
     def extend(self, other: ChoicePart) -> None:
         """Append the next part of the same response."""
         self.text += other.text
         self.tokens += other.tokens
         self.log_probs += other.log_probs
+        self.likely += other.likely
         self.offsets += other.offsets
-        self.finish_reason = other.finish_reason
+        self.num_echoed += other.num_echoed
+        self.finish_reason, self.calls, self.stopped_by = other.finish_reason, other.calls, other.stopped_by
 
 
 class Composer(ABC, Generic[AnyQuestion]):
@@ -113,16 +66,27 @@ class Composer(ABC, Generic[AnyQuestion]):
         id: Name of the reply.
     """
 
-    kind: ClassVar[str]
-    chunk_kind: ClassVar[str]
     prefix: ClassVar[str]
 
-    def __init__(self, question: AnyQuestion, prompts: Sequence[list[int]], tokenizer: Tokenizer) -> None:
-        """Start an empty reply to a question, whose prompts are given as token ids."""
+    def __init__(
+        self,
+        question: AnyQuestion,
+        prompts: Sequence[list[int]],
+        tokenizer: Tokenizer,
+        reader: CallReader | None = None,
+    ) -> None:
+        """Start an empty reply to a question.
+
+        Args:
+            question: The request.
+            prompts: Token ids of each prompt.
+            tokenizer: Tokenizer of the model.
+            reader: Reader of calls of tools; None if none are read here.
+        """
         self.question: AnyQuestion = question
         self.prompts, self._tokenizer = prompts, tokenizer
-        self._texts = [TextStream(tokenizer, question.stop_texts) for _ in range(len(prompts) * question.n)]
-        self.id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self._texts = [AnswerText(tokenizer, question.stop_texts, reader) for _ in range(len(prompts) * question.n)]
+        self.id, self._created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
         self._begun: set[int] = set()
         self._num_tokens = 0
 
@@ -135,28 +99,62 @@ class Composer(ABC, Generic[AnyQuestion]):
         if delta.finish_reason == "aborted":
             raise ApiError(503, "the engine has given up the response: ask again")
         index = delta.request * self.question.n + delta.sibling
-        stream, part = self._texts[index], ChoicePart(index, is_first=index not in self._begun)
+        answer, part = self._texts[index], ChoicePart(index, is_first=index not in self._begun)
         self._begun.add(index)
         self._num_tokens += len(delta.tokens)
+        part.likely += delta.likely or [()] * len(delta.tokens)
         for token, log_prob in zip(delta.tokens, delta.log_probs, strict=True):
-            part.offsets.append(stream.num_characters)
-            part.text += stream.add(token)
+            part.offsets.append(answer.stream.num_characters)
+            part.text += answer.add(token)
             part.tokens.append(token)
             part.log_probs.append(log_prob)
         if delta.finish_reason is not None:
-            part.text += stream.finish()
-            part.finish_reason = "stop" if stream.has_stopped else delta.finish_reason
+            part.text += answer.finish()
+            part.calls, part.stopped_by = answer.calls, answer.stream.stopped_by
+            part.finish_reason = "stop" if answer.stream.has_stopped else delta.finish_reason
+            if part.calls and part.finish_reason == "stop":
+                part.finish_reason = "tool_calls"
         return part
 
-    def whole(self, parts: Sequence[ChoicePart]) -> Reply:
-        """Compose the whole reply from the parts of all responses."""
+    def choices(self, parts: Sequence[ChoicePart]) -> list[ChoicePart]:
+        """Put the parts of each response together."""
         choices = [ChoicePart(index, is_first=True) for index in range(len(self._texts))]
         for part in parts:
             choices[part.index].extend(part)
-        return self._reply(self.kind, [self._choice(choice) for choice in choices]) | {"usage": self._usage()}
+        return choices
 
-    async def events(self, parts: AsyncIterator[ChoicePart]) -> AsyncIterator[bytes]:
+    async def shown(self, parts: AsyncIterator[ChoicePart]) -> AsyncIterator[ChoicePart]:
+        """Parts of a single response, in which white space waits for the first text, or for the end; see above."""
+        held, has_begun = "", False
+        async for part in parts:
+            text = held + part.text
+            has_begun = has_begun or bool(text.strip())
+            is_certain = has_begun or (part.finish_reason is not None and not part.calls)
+            held = "" if is_certain else text
+            yield replace(part, text=text if is_certain else "")
+
+    @abstractmethod
+    def whole(self, parts: Sequence[ChoicePart]) -> Reply:
+        """Compose the whole reply from the parts of all responses."""
+
+    @abstractmethod
+    def events(self, parts: AsyncIterator[ChoicePart]) -> AsyncIterator[bytes]:
         """Compose a streamed reply from its parts, as server-sent events; an error ends it."""
+
+
+class OpenAIComposer(Composer[AnyQuestion]):
+    """Composes replies that have choices."""
+
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    @override
+    def whole(self, parts: Sequence[ChoicePart]) -> Reply:
+        choices = [self._choice(choice) for choice in self.choices(parts)]
+        return self._reply(self.kind, choices) | {"usage": self._usage()}
+
+    @override
+    async def events(self, parts: AsyncIterator[ChoicePart]) -> AsyncIterator[bytes]:
         for reply in self._first_chunks():
             yield event(reply)
         has_tokens = self.question.wants_log_probs or self.question.return_token_ids
@@ -204,7 +202,7 @@ class Composer(ABC, Generic[AnyQuestion]):
         choice = {"index": part.index, **self._content(part, is_chunk=is_chunk), "logprobs": log_probs}
         choice["finish_reason"] = part.finish_reason
         if self.question.return_token_ids:
-            choice["token_ids"] = part.tokens
+            choice["token_ids"] = part.tokens[part.num_echoed :]
             if part.is_first:
                 choice["prompt_token_ids"] = self.prompts[part.index // self.question.n]
         return choice
@@ -218,35 +216,70 @@ class Composer(ABC, Generic[AnyQuestion]):
         """Write the log-probabilities of a part in the format of the endpoint."""
 
 
-class CompletionComposer(Composer[CompletionQuestion]):
+class CompletionComposer(OpenAIComposer[CompletionQuestion]):
     """Composes replies of `/v1/completions`."""
 
-    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
+
+    def __init__(
+        self,
+        question: CompletionQuestion,
+        prompts: Sequence[list[int]],
+        tokenizer: Tokenizer,
+        reader: CallReader | None = None,
+    ) -> None:
+        super().__init__(question, prompts, tokenizer, reader)
+        self._scores: dict[int, PromptScores] = {}
+        self._lengths: dict[int, int] = {}  # of echoed prompts, by the index of the choice
+
+    @override
+    def take(self, delta: Delta) -> ChoicePart:
+        if delta.prompt is not None:
+            self._scores[delta.request] = delta.prompt
+            return ChoicePart(delta.request * self.question.n + delta.sibling)
+        part = super().take(delta)
+        echoed = self._echoed(delta.request, part.index) if self.question.echo and part.is_first else None
+        length = self._lengths.get(part.index, 0)
+        part.offsets = [length + offset for offset in part.offsets]
+        if echoed is None:
+            return part
+        echoed.extend(part)
+        return echoed
+
+    def _echoed(self, prompt: int, index: int) -> ChoicePart:
+        """A prompt as the first part of a response."""
+        part, stream = ChoicePart(index, is_first=True), TextStream(self._tokenizer, ())
+        for token in self.prompts[prompt]:
+            part.offsets.append(stream.num_characters)
+            part.text += stream.add(token)
+        part.text += stream.finish()
+        part.tokens, self._lengths[index] = [*self.prompts[prompt]], len(part.text)
+        part.num_echoed = len(part.tokens)
+        scores = self._scores.get(prompt, PromptScores([], []))
+        missing = len(part.tokens) - len(scores.log_probs)
+        part.log_probs, part.likely = [None] * missing + [*scores.log_probs], [()] * missing + [*scores.likely]
+        return part
 
     def _content(self, part: ChoicePart, *, is_chunk: bool) -> Reply:  # noqa: ARG002
         return {"text": part.text}
 
     def _log_probs(self, part: ChoicePart) -> Json:
+        likely: list[Json] = []
+        for token, log_prob, ranked in zip(part.tokens, part.log_probs, part.likely, strict=True):
+            found = dict(ranked) | ({} if log_prob is None else {token: log_prob})
+            likely.append({self._tokenizer.decode([one]): score for one, score in found.items()} or None)
         return {
             "tokens": [self._tokenizer.decode([token]) for token in part.tokens],
             "token_logprobs": part.log_probs,
-            "top_logprobs": None,
+            "top_logprobs": likely if self.question.num_likely else None,
             "text_offset": part.offsets,
         }
 
 
-class ChatComposer(Composer[ChatQuestion]):
-    """Composes replies of `/v1/chat/completions`.
+class ChatComposer(OpenAIComposer[ChatQuestion]):
+    """Composes replies of `/v1/chat/completions`."""
 
-    Attributes:
-        calls: Calls of tools in the format of OpenAI's API, by the index of the choice.
-    """
-
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-
-    def __init__(self, question: ChatQuestion, prompts: Sequence[list[int]], tokenizer: Tokenizer) -> None:
-        super().__init__(question, prompts, tokenizer)
-        self.calls: dict[int, Sequence[Mapping[str, Json]]] = {}
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     @override
     def whole(self, parts: Sequence[ChoicePart]) -> Reply:
@@ -265,7 +298,7 @@ class ChatComposer(Composer[ChatQuestion]):
         return {"prompt_token_ids": self.prompts[0]} if self.question.return_token_ids else {}
 
     def _content(self, part: ChoicePart, *, is_chunk: bool) -> Reply:
-        calls = self.calls.get(part.index)
+        calls = part.calls
         if is_chunk and calls:
             numbered: list[Json] = [{"index": place, **call} for place, call in enumerate(calls)]
             return {"delta": {"content": part.text or None, "tool_calls": numbered}}
@@ -275,9 +308,19 @@ class ChatComposer(Composer[ChatQuestion]):
         return {"message": message | ({"content": part.text or None, "tool_calls": [*calls]} if calls else {})}
 
     def _log_probs(self, part: ChoicePart) -> Json:
-        content: list[Json] = []
-        for token, log_prob in zip(part.tokens, part.log_probs, strict=True):
-            text = self._tokenizer.decode([token])
-            whole = None if REPLACEMENT in text else list(text.encode())  # not of a part of a character
-            content.append({"token": text, "logprob": log_prob, "bytes": whole, "top_logprobs": []})
-        return {"content": content, "refusal": None}
+        return {"content": token_log_probs(self._tokenizer, part), "refusal": None}
+
+
+def token_log_probs(tokenizer: Tokenizer, part: ChoicePart, begin: int = 0) -> list[Json]:
+    """Write the log-probabilities of the tokens of a part, from one of them on, in the format of OpenAI's chats."""
+    content: list[Json] = []
+    for token, log_prob, ranked in list(zip(part.tokens, part.log_probs, part.likely, strict=True))[begin:]:
+        likely: list[Json] = [_scored(tokenizer, one, score) for one, score in ranked]
+        content.append(_scored(tokenizer, token, log_prob) | {"top_logprobs": likely})
+    return content
+
+
+def _scored(tokenizer: Tokenizer, token: int, log_prob: float | None) -> Reply:
+    text = tokenizer.decode([token])
+    whole = None if REPLACEMENT in text else list(text.encode())  # not of a part of a character
+    return {"token": text, "logprob": log_prob, "bytes": whole}

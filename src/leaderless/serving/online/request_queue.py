@@ -52,7 +52,7 @@ class OnlineScheduler(EngineScheduler):
         self._lock, self._news = threading.Lock(), threading.Event()
         self._end: Exception | None = None
         self.is_serving, self.num_leavings = False, 0
-        self.known_tokens = self.cached_tokens = 0
+        self.known_tokens = self.cached_tokens = self.num_drafted = self.num_accepted = 0
         self.busy_s = 0.0
 
     @override

@@ -23,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
+from leaderless.base.tokens import TOKEN_VARIABLE
 from leaderless.config import Recipe, RecipeError
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.environments.chat_writer import ChatWriter
@@ -33,8 +34,9 @@ from leaderless.observability.run_directory import RunDirectory, write_atomicall
 from leaderless.planner import Plan
 from leaderless.rollout.engine import SamplingParams
 from leaderless.serving.api.conversations import Asking, RequestOwner
+from leaderless.serving.api.openai_responses import ResponseMemory
 from leaderless.serving.http_server import HANDLERS, ApiError, Guard, QuietServer, health, parse_body, read_body
-from leaderless.serving.listen import TOKEN_VARIABLE, address_of, take_port
+from leaderless.serving.listen import address_of, take_port
 from leaderless.serving.online.feedback_ledger import Counts, ReplyChoice, ReplyLedger
 from leaderless.serving.online.request_queue import OnlineScheduler
 from leaderless.stages.episode_rollout import writer_of
@@ -61,15 +63,13 @@ class OnlineService(Asking):
         self._recipe, self._writer, self._listener = recipe, writer, listener
         self.group_size = recipe.batch.responses_per_prompt
         self.pump, self.ledger = OnlineScheduler(), ReplyLedger(recipe.online, self.group_size)
-        self._doorway = LazyEndpoint()
+        self._doorway, self._memory = LazyEndpoint(), ResponseMemory()
         rollout = recipe.rollout
         self.params = SamplingParams(rollout, rollout.max_response_tokens, rollout.stop, recipe.seed)
         app = Starlette(
             routes=[
                 Route("/health", health),
-                Route("/v1/models", self.models),
-                Route("/v1/chat/completions", self.chat, methods=["POST"]),
-                Route("/v1/completions", self.completions, methods=["POST"]),
+                *self.routes(""),
                 Route("/v1/feedback", self._feedback, methods=["POST"]),
             ],
             middleware=[Middleware(Guard, token=token)],
@@ -92,7 +92,7 @@ class OnlineService(Asking):
 
     @override
     def find(self, request: Request) -> RequestOwner:
-        if request.method == "POST":
+        if request.method == "POST" and not request.url.path.endswith("/count_tokens"):
             self.ledger.counts.add("requests")
         arrived_s, num_leavings, began_idle = time.monotonic(), self.pump.num_leavings, not self.pump.is_serving
 
@@ -101,7 +101,7 @@ class OnlineService(Asking):
             self.ledger.counts.replied(time.monotonic() - arrived_s, is_crossed=is_crossed)
             self.ledger.add(identity, arrived_s, [ReplyChoice(chat.trace, chat.seconds) for chat in chats])
 
-        return RequestOwner(self._writer.tokenizer, self.params, self._open, replied)
+        return RequestOwner(self._writer, self.params, self._open, self._memory, replied)
 
     def close(self) -> None:
         """Give whoever waits an error, and listen no more."""

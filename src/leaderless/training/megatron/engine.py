@@ -34,9 +34,9 @@ from leaderless.models.vision.vision_models import VisionLM
 from leaderless.training.engine import EngineSetup, UpdateInfo
 from leaderless.training.forward_passes import BoundedPasses
 from leaderless.training.megatron.model import KINDS, MegatronPass, MegatronSettings, Slope
-from leaderless.training.megatron.processes import choose_meeting, megatron_rank, written
+from leaderless.training.megatron.processes import meeting_of, megatron_rank, written
 from leaderless.training.micro_batches import MicroBatch
-from leaderless.training.optimizer import learning_rate_at
+from leaderless.training.optimizers.optimizer import learning_rate_at
 
 SERVER = "leaderless.training.megatron.server"
 """Module that runs in Megatron's interpreter."""
@@ -298,7 +298,7 @@ def make_engine(setup: EngineSetup) -> MegatronEngine:
             f"layers of type {model.model.config.model_type} with windows, sinks or a recurrence were not compared in "
             "Megatron: use fsdp",
         )
-    meeting = choose_meeting(setup.layout, setup.process_group)
+    meeting = meeting_of(setup.layout, setup.process_group)
     settings = settings_of(setup, model.vocab_size, meeting, apart.answer_timeout_s)
     log = apart.logs / f"megatron-{setup.role}-rank-{rank}.log"
     title, beat = f"rank {rank}: Megatron with role '{setup.role}'", setup.process_group.activity.beat

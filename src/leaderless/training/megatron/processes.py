@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from leaderless.distributed.meeting import choose_meeting
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.planner import Layout
 
@@ -25,19 +25,13 @@ def megatron_rank(layout: Layout, rank: int) -> int:
     return (at["pp"] * layout.dp + at["dp"]) * layout.tp + at["tp"]
 
 
-def choose_meeting(layout: Layout, group: ProcessGroup) -> str:
-    """Choose where processes of all ranks meet: in a file on one machine, else at the first one's machine.
+def meeting_of(layout: Layout, group: ProcessGroup) -> str:
+    """Choose where processes of all ranks meet: the first in Megatron's order listens.
 
     All ranks call it together.
     """
     first = next(rank for rank in layout.ranks if megatron_rank(layout, rank) == 0)
-    if len({group.hosts.get(rank, -1 - rank) for rank in group.ranks}) == 1:
-        place = f"file://{Path(tempfile.gettempdir(), f'leaderless-megatron-{secrets.token_hex(8)}')}"
-    else:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            place = f"tcp://{socket.getfqdn()}:{probe.getsockname()[1]}"
-    return group.broadcast_text(place, first, "where Megatron's processes meet")
+    return choose_meeting(group, first, "leaderless-megatron", "where Megatron's processes meet")
 
 
 FILE_BYTES = 1 << 30

@@ -163,7 +163,7 @@ class ContinuousLoop:
         lane = partial(self._parts.transport.lane, LOG)
         if self._is_abandoned(made=True):
             return
-        numbers, found = metrics.reduce(partial(self._worker.guards.judge_rewards, step), lane)
+        numbers, found = metrics.reduce(partial(self._worker.guards.judge, step), lane)
         numbers.pop("data/position", None)
         end = agree(StepEnd(False, False, 0, (*events, *found)), lane(self._loop.ranks))
         self._worker.write(step, numbers | {"time/step": seconds})

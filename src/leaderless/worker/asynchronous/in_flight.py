@@ -232,6 +232,8 @@ class EngineWork:
     busy_s: float = 0.0
     known_tokens: int = 0
     cached_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(eq=False)
@@ -360,6 +362,8 @@ class EngineRequests:
                 continue  # dropped
             pending = self._pending[delta.request]
             pending.completion.add(delta)
+            self.work.num_drafted += delta.num_drafted
+            self.work.num_accepted += delta.num_accepted
             self.work.cached_tokens += min(delta.cached_tokens, pending.known_tokens)
             if delta.finish_reason is not None:
                 del self._pending[delta.request]

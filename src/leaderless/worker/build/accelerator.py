@@ -23,6 +23,9 @@ from leaderless.config.models import ModelConfig
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.attention.flash import activate_flash_attention_3, restore_flash_attention
 from leaderless.planner import Plan, format_bytes
+from leaderless.planner.checks.engine_arguments import KEY
+from leaderless.planner.plan_parts import answering
+from leaderless.rollout.external.arguments import check_device
 from leaderless.worker.rank_info import RankInfo
 
 ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
@@ -35,9 +38,11 @@ def check_accelerator(
     """Refuse an accelerator that cannot compute a plan, and warn of what may fail, and of devices that are not used.
 
     Raises:
-        RecipeError: A model of this rank is to compute in bfloat16, which the device does not know.
+        RecipeError: A model of this rank is to compute in bfloat16, which the device does not know, or its engine in a
+            format of low precision that is not for the device.
         RuntimeError: This build of torch has no kernels for the device.
     """
+    _check_formats(recipe, plan, place, device)
     if device.type == "cpu":
         if place.local_rank == 0 and (reason := unused_accelerators()):
             say(f"the CPU computes this run: {reason}")
@@ -57,7 +62,7 @@ def check_accelerator(
     if place.local_rank:
         return  # what follows is the same for all ranks of a machine
     has_vllm = any(
-        instance.engine == "vllm" and recipe.as_seen_by(instance.role).rollout.external.python is None
+        instance.engine == "vllm" and recipe.as_seen_by(instance.role).rollout.external.is_in_process
         for instance in plan.instances
     )
     packages = ["torch_npu"] if device.type == "npu" else ["torch", *["vllm"] * has_vllm]
@@ -70,6 +75,16 @@ def check_accelerator(
             f"{format_bytes(size)}: start the container with --shm-size=16g, or in Kubernetes mount an emptyDir of "
             "medium Memory there"
         )
+
+
+def _check_formats(recipe: Recipe, plan: Plan, place: RankInfo, device: torch.device) -> None:
+    """Refuse formats of low precision in which this rank's engines cannot compute on its device."""
+    for one in plan.instances:
+        answers = one.has_engine or one == answering(plan.instances, recipe.evaluation.role)
+        if answers and place.rank in one.layout and (model := recipe.model_of(one.role)):
+            external, key = recipe.as_seen_by(one.role).rollout.external, recipe.key_of(KEY, one.role)
+            if not external.addresses:  # whose devices are not known here
+                check_device(one.engine, external, device, model.compute_dtype, one.role, key)
 
 
 def warn_of_bfloat16(models: Mapping[str, ModelConfig], say: Callable[[str], None]) -> None:

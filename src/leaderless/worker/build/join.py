@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 from uuid import uuid4
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from leaderless.base.devices import DeviceSetup, setup_device
 from leaderless.data.buffer.databuffer import WINDOWS
 from leaderless.distributed.activity import Activity
+from leaderless.distributed.one_sided.endpoint import NixlEndpoint
 from leaderless.distributed.transport import ProcessGroup, Transport
 from leaderless.planner import Plan, Reshard, format_ranks
 from leaderless.planner.plan import layouts_with_axes, process_groups
@@ -28,13 +30,15 @@ SHARED_FOLDER_S = 5.0
 
 @contextmanager
 def join_workers(
-    place: RankInfo, plan: Plan, timeout_s: float, activity: Activity
+    place: RankInfo, plan: Plan, timeout_s: float, activity: Activity, moved_by: Literal["torch", "nixl"] = "torch"
 ) -> Iterator[tuple[Transport, torch.device]]:
     """Meet the other workers, compare plans, and make the process groups that the plan needs.
 
-    Waits for other workers last at most `timeout_s`, here and later. Yields the connection and this worker's device.
+    Waits for other workers last at most `timeout_s`, here and later. Rows and weights are `moved_by` a library. Yields
+    the connection and this worker's device.
 
     Raises:
+        RecipeError: NIXL is to move them, and cannot be used on this machine.
         RuntimeError: Workers have made different plans, or this one shares the device of one of another machine.
     """
     setup = setup_device(*place_of_device(plan, place.rank, place.local_rank, place.local_world_size))
@@ -43,7 +47,8 @@ def join_workers(
         join_nobody(setup, timeout)
     else:
         meet(place, setup, timeout)
-    transport = Transport(setup.device, timeout_s, activity=activity, sharing=plan.helpers)
+    endpoint = NixlEndpoint(place.rank) if moved_by == "nixl" and place.world_size > 1 else None
+    transport = Transport(setup.device, timeout_s, activity=activity, sharing=plan.helpers, endpoint=endpoint)
     if others := transport.world.unlike_first(plan.hash(), "the plans of all workers"):
         raise RuntimeError(
             f"rank {place.rank}: ranks {format_ranks(others)} have made another plan than rank 0: "
@@ -53,12 +58,14 @@ def join_workers(
     add_process_groups(plan, transport)
     try:
         yield transport, setup.device
-    except BaseException:
+    except BaseException as error:
+        transport.close(f"{type(error).__name__}: {error}")
         # The peers may be gone, and leaving could wait for them, so the process just ends. A single worker may be part
         # of a program that continues.
         if place.world_size == 1:
             _leave()
         raise
+    transport.close()
     _leave()
 
 

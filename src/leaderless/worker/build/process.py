@@ -44,10 +44,11 @@ from leaderless.rewards.protocol import Failures
 from leaderless.stages.context import Clients
 from leaderless.stages.episode_rollout import writer_of
 from leaderless.worker.build.accelerator import check_accelerator, choose_attention
-from leaderless.worker.build.instances import check_readers
+from leaderless.worker.build.instances import check_engines, check_readers
 from leaderless.worker.build.join import add_process_groups, check_shared, join_workers
 from leaderless.worker.build.judging import Judging
 from leaderless.worker.build.memory_bounds import MemoryBounds, check_memory
+from leaderless.worker.build.offload_places import check_offload, remove_folder
 from leaderless.worker.build.parts import Parts
 from leaderless.worker.build.roles import Roles
 from leaderless.worker.checkpoint.reader import find_damage, load_checkpoint
@@ -93,6 +94,8 @@ def open_worker(recipe: Recipe, plan: Plan, place: RankInfo, display: Display) -
         add_process_groups(plan, transport)
         if place.rank == 0:
             write_description(directory, recipe, plan, display.say)
+        check_offload(recipe, plan, place, turns.device)
+        stack.callback(remove_folder, recipe)
         memory = check_memory(recipe, plan, place, turns.device, transport.world, display.say)
         memory = memory.as_begun(directory, transport.world)
         builder = _Builder(recipe, plan, transport, turns, display, directory.logs)
@@ -177,11 +180,13 @@ def _join(
     run.say = say = partial(_print_own, display)
     if place.local_rank == 0 and (wrong := "; ".join(unfit_versions())):
         run.say(f"this run may fail: {wrong}: {REMEDY}")
+    check_engines(recipe, plan, place, say)
     answers = AnswerFile(run.answers / f"rank-{place.rank}.jsonl", run.may_fail)
     failures = Failures(recipe.guards.hopeless_failures, say)
     pool = RewardPool(recipe.reward, recipe.run.reward_processes, activity.advance, answers, failures)
     rewards = stack.enter_context(pool)
-    transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s, activity))
+    joining = join_workers(place, plan, recipe.run.timeout_s, activity, recipe.run.transport)
+    transport, device = stack.enter_context(joining)
     stack.enter_context(host_memory_trimmed(device))
     check_accelerator(recipe, plan, place, device, say)
     choose_attention(plan, device, transport.world, say)

@@ -18,9 +18,10 @@ from leaderless.base.named_functions import load_own
 from leaderless.config import Recipe
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.distributed.transport import ProcessGroup, Transport
-from leaderless.distributed.weights.blocks import HeldWeights, Pool, Shape, everything
+from leaderless.distributed.weights.blocks import HeldWeights, Pool, Shape
 from leaderless.distributed.weights.copies import begin_copy
 from leaderless.distributed.weights.route import WeightRoute
+from leaderless.distributed.weights.sent import Traffic
 from leaderless.distributed.weights.stream import Probe, fill_weights, send_weights
 from leaderless.environments.tools.sources import close_tools
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm
@@ -40,7 +41,7 @@ from leaderless.rollout.external.engine import ExternalEngine
 from leaderless.rollout.external.lora_slots import Hosts
 from leaderless.rollout.make_engine import RolloutSetup, make_engine, probe_text
 from leaderless.rollout.native.engine import NativeEngine
-from leaderless.rollout.weight_sources import Colocated, Fed, Serving, held_by, probe_of, shapes_of
+from leaderless.rollout.weight_sources import Colocated, Fed, Serving, held_by, probe_of, shapes_of, weights_of
 from leaderless.rollout.wrapped_engine import SharedEngine
 from leaderless.stages.context import ModelRole
 from leaderless.stages.episode_rollout import check_policy, tools_of
@@ -48,7 +49,6 @@ from leaderless.training.engine import (
     AdaptedEngine,
     BodySetup,
     EngineSetup,
-    ShardingSetup,
     Trainable,
     TrainEngine,
     ValueEngine,
@@ -61,8 +61,10 @@ from leaderless.worker.build.instances import (
     instances_of,
     is_merged,
     placement_of,
+    sharding_setup,
     trains_like,
     type_of_engines,
+    way_to_engines,
 )
 from leaderless.worker.build.memory_bounds import MemoryBounds
 from leaderless.worker.device_sharing import DeviceSharing
@@ -184,6 +186,7 @@ class Roles:
             self._models[role, ranks] = ModelRole(shared, None)
             return
         donor = donor_of(self._recipe, self._plan.instances, instance)  # its weights lie under the adapters of this one
+        lender = None if donor is None else self.engines.get((donor.role, donor.layout.ranks))
         body, algorithm = recipe.body, recipe.algorithm
         setup = EngineSetup(
             role=role,
@@ -200,12 +203,7 @@ class Roles:
             body=None if body is None else BodySetup(body, algorithm.sac, algorithm.advantage.values_steps),
             is_reward_model=trains_reward_model(self._plan, role),
             seed=recipe.seed,
-            sharding=ShardingSetup(
-                None if donor is None else self.engines.get((donor.role, donor.layout.ranks)),
-                self._room.keeps if recipe.training.keep_whole == "auto" else recipe.training.keep_whole,
-                recipe.training.compile,
-                self._room.max_logits,
-            ),
+            sharding=sharding_setup(self._recipe, self._plan, instance, self._room, lender),
         )
         if instance.is_critic:
             critic = cast("ValueEngine | None", trainer) or make_value_engine(recipe.training.backend, setup)
@@ -280,15 +278,15 @@ class Roles:
         """An engine on ranks that only generate."""
         layout, route, setup = instance.layout, self._way_to(instance, recipe), self._setup(instance, recipe)
         group = self._transport.process_group(layout.ranks)
-        if (own := self._own_engine(setup, recipe)) is not None:
-            return Fed(own, route, group)
+        if (special := self._own_engine(setup, recipe)) is not None:
+            return Fed(special, route, group)
         engine = self._engine(instance, setup)
-        keep_cache = True
+        own, keep_cache = partial(weights_of, engine.model) if isinstance(engine, NativeEngine) else None, True
         if self._plan.loop_of(self._transport.rank).is_continuous:
             engine = SharedEngine(engine, self._turns.for_step)  # it continues while held-out prompts are answered
             keep_cache = next(iter(recipe.open_channels.values())).cache == "keep"
         may_restart = engine_of(instance.engine).restarts_on(layout)
-        return Fed(engine, route, group, shard=setup.shard, may_restart=may_restart, keep_cache=keep_cache)
+        return Fed(engine, route, group, shard=setup.shard, may_restart=may_restart, keep_cache=keep_cache, own=own)
 
     def _own_engine(self, setup: RolloutSetup, recipe: Recipe) -> RolloutEngine | None:
         """The engine of a kind of run that does not generate text; None for those that do."""
@@ -306,7 +304,7 @@ class Roles:
         else:
             shapes = shapes_of(empty_causal_lm(config, role), is_merged=is_merged(instance, recipe))
         assert trained is not None, "ranks only generate with a role that is trained elsewhere"
-        return self._way_to_engines(role, recipe, trained.layout, instance.layout, shapes)
+        return way_to_engines(instance, self._plan, recipe, trained.layout, shapes, self._transport.world)
 
     def adopt(self, plan: Plan) -> None:
         """Hold what another plan wants, with the state of the trained models. All ranks of the world call it together.
@@ -396,6 +394,10 @@ class Roles:
         copy = begin_copy(held, type_of_engines(action.role, self._recipe.as_seen_by(action.role)))
         return lambda process_group: self._exchange(action, copy.wait(), log_probs, process_group)
 
+    def traffic(self, action: SyncWeights) -> Traffic:
+        """The messages in which this rank has sent weights since the last call."""
+        return self._routes[action].take_traffic() if action in self._routes else Traffic()
+
     def fetch(self, action: SyncWeights, lane: Callable[[tuple[int, ...]], ProcessGroup]) -> Callable[[], None]:
         """Receive new weights for an engine in any thread; the function that is returned gives them to the engine.
 
@@ -415,14 +417,13 @@ class Roles:
         """Send, receive or both, as this rank is in one layout or the other."""
         role, target = action.role, self._models.get((action.role, action.target_layout.ranks))
         recipe = self._recipe.as_seen_by(role)
-        source_layout, target_layout = action.source_layout, action.target_layout
-        if self._taker(action) is None:
-            copy = self.engines.get((role, target_layout.ranks))
+        if (taker := self._taker(action)) is None:
+            copy = self.engines.get((role, action.target_layout.ranks))
             wanted = held_by(copy) if copy else None
             some = held or wanted
             assert some is not None, "a rank without any of these weights does not take part"
             placement = placement_of(recipe, some.shapes)
-            pools = Pool(source_layout, placement), Pool(target_layout, placement)
+            pools = Pool(action.source_layout, placement), Pool(action.target_layout, placement)
             route = self._routes.setdefault(
                 action,
                 WeightRoute(f"weights of role '{role}'", some.shapes, *pools, torch.float32, self._transport.rank),
@@ -435,18 +436,13 @@ class Roles:
         probe = self._probe(action, recipe, log_probs, process_group)
         if isinstance(target, ModelRole):
             assert isinstance(target.serving, Fed), "an instance that is only an engine is fed"
+            self._routes[action] = target.serving.route
             target.serving.receive(process_group, held, probe)
         elif held is not None:
             if action not in self._routes:
-                self._routes[action] = self._way_to_engines(role, recipe, source_layout, target_layout, held.shapes)
+                given = action.source_layout, held.shapes, self._transport.world
+                self._routes[action] = way_to_engines(taker, self._plan, recipe, *given)
             send_weights(self._routes[action], held, process_group)
-
-    def _way_to_engines(
-        self, role: str, recipe: Recipe, source: Layout, target: Layout, shapes: Mapping[str, Shape]
-    ) -> WeightRoute:
-        pools = (Pool(source, placement_of(recipe, shapes)), Pool(target, everything))
-        name, dtype = f"weights of role '{role}'", type_of_engines(role, recipe)
-        return WeightRoute(name, shapes, *pools, dtype, self._transport.rank, is_gathered=True)
 
     def _offer(self, action: SyncWeights) -> tuple[HeldWeights | None, Tensor | None]:
         """What this rank sends: weights, and log-probabilities of a probe where an engine is asked for its own."""

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from rich.markup import escape
 
 from leaderless.stages.context import UpdateGate
 from leaderless.training.engine import Trainable
-from leaderless.worker.checkpoint.reader import RoleState, fingerprint
+from leaderless.worker.checkpoint.reader import RoleState
 from leaderless.worker.checkpoint.shards import Shard
 from leaderless.worker.checkpoint.writer import CheckpointWriter, Content, Role, own_shards
 
@@ -36,7 +37,7 @@ class PreemptionSaver:
     ) -> None:
         """Save trained roles, which only change weights behind the gate; no border has been reached yet."""
         self._writer, self._engines, self._gate, self._say = writer, engines, gate, say
-        self._tensors: dict[str, tuple[str, Mapping[str, Shard]]] = {}
+        self._tensors: dict[str, tuple[RoleState, Mapping[str, Shard]]] = {}
         self._content: Content | None = None
         self._has_begun = False
 
@@ -48,7 +49,7 @@ class PreemptionSaver:
         if not all(getattr(engine, "has_live_state", False) for engine in self._engines.values()):
             return
         if content is not None and not self._tensors:
-            self._tensors = {role: (fingerprint(one), own_shards(one)) for role, one in self._engines.items()}
+            self._tensors = {role: (RoleState.of(one), own_shards(one)) for role, one in self._engines.items()}
         with self._gate.lock:
             self._gate.is_passed, self._content = False, content
         if self._has_begun:
@@ -76,9 +77,8 @@ class PreemptionSaver:
                     return
                 partial /= f".step-{content.state.step:06d}{self._writer.preempted}"
                 roles: dict[str, Role] = {}
-                for role, (digest, shards) in self._tensors.items():
-                    engine = self._engines[role]
-                    roles[role] = RoleState(engine.policy_version, digest, engine.is_value_model), shards
+                for role, (state, shards) in self._tensors.items():
+                    roles[role] = replace(state, policy_version=self._engines[role].policy_version), shards
                 self._writer.write_part(partial, content, roles)
             if self._writer.is_first:
                 self._writer.commit(partial, content)

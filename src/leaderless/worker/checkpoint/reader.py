@@ -12,7 +12,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from rich.markup import escape
 
 from leaderless.config import RecipeError
+from leaderless.config.models import LoraConfig
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner.graph.adapters import CONFIG_FILE
@@ -48,11 +49,18 @@ class RoleState:
         policy_version: Number of optimizer steps behind the weights.
         model: Digest of the names and shapes of the weights.
         is_value_model: Whether the model has a scalar head.
+        kept: Kinds of numbers that the optimizer keeps, sorted; None in a checkpoint of an earlier version.
     """
 
     policy_version: int
     model: str
     is_value_model: bool = False
+    kept: Sequence[str] | None = None
+
+    @classmethod
+    def of(cls, engine: Trainable) -> RoleState:
+        """State of the role of an engine."""
+        return cls(engine.policy_version, fingerprint(engine), engine.is_value_model, kinds_kept(engine))
 
 
 @dataclass(frozen=True)
@@ -143,6 +151,14 @@ def load_checkpoint(path: Path, engines: Mapping[str, Trainable]) -> RunState:
                 "use the model that the run was started with, or another run name",
             )
         _check_adapters(path, role, engine)
+        kept = kinds_kept(engine)  # nothing in an engine that only answers
+        if kept and role_state.kept not in (None, kept):
+            raise RecipeError.at(
+                f"roles.{role}.optimizer.type",
+                f"is of an optimizer that keeps {', '.join(kept)}, but in checkpoint {path} are "
+                f"{', '.join(role_state.kept or ()) or 'no such numbers'}: leave it as it was, or give the new run "
+                "another name",
+            )
         group = engine.process_group
         read_tensors(path / role, engine.state(), group.ranks.index(group.rank))
         engine.state_loaded(role_state.policy_version)
@@ -190,11 +206,17 @@ def _check_adapters(path: Path, role: str, engine: Trainable) -> None:
         return
     base = "base_model_name_or_path"
     is_moved = Path(saved[base]).name == Path(here[base]).name  # a folder may be in another place
+    defaults = LoraConfig()
+    for settings in (saved, here):  # they are named where weights have 4 bits
+        settings.setdefault("base_dtype", defaults.base_dtype)
+        settings.setdefault("base_block", here.get("base_block", defaults.base_block))
     for name, setting in (
         (base, "path"),
         ("revision", "revision"),
         ("lora_alpha", "lora.alpha"),
         ("use_rslora", "lora.rslora"),
+        ("base_dtype", "lora.base_dtype"),
+        ("base_block", "lora.base_block"),
     ):
         if saved[name] != here[name] and not (name == base and is_moved):
             raise RecipeError.at(
@@ -241,6 +263,12 @@ def read_node_state(path: Path, name: str) -> dict[str, float]:
     file = path / NODE_FILE.format(name)
     remembered: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return remembered
+
+
+def kinds_kept(engine: Trainable) -> list[str]:
+    """Kinds of numbers that the optimizer of an engine keeps of weights, such as `exp_avg`, sorted."""
+    names = (name.split(".") for name in engine.state() if name.startswith("optimizer."))
+    return sorted({kind for _, kind, *_ in names})
 
 
 def fingerprint(engine: Trainable) -> str:

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from leaderless.base.scratch_files import release_pages
 from leaderless.distributed.weights.copies import host_memory
 from leaderless.distributed.weights.files import DTYPES, StoredTensor, bytes_of, read_block, read_header
 from leaderless.observability.run_directory import MANIFEST, write_atomically
@@ -154,6 +155,7 @@ def copy_to_host(shards: Mapping[str, Shard], buffers: dict[str, Tensor]) -> dic
         buffers[name] = place.view(local.dtype).view(local.shape)
     for name, shard in shards.items():
         buffers[name].copy_(shard.local, non_blocking=True)
+        _release(shard.local)
     if any(not shard.local.is_cpu for shard in shards.values()):
         torch.accelerator.synchronize()
     return {name: replace(shard, local=buffers[name]) for name, shard in shards.items()}
@@ -194,6 +196,13 @@ def _blocks_of_file(shards: list[tuple[str, Shard]]) -> Iterator[bytes | memoryv
     for _, shard in shards:
         for part in torch.split(shard.local.reshape(-1), BLOCK_BYTES // shard.local.element_size()):
             yield bytes_of(part.cpu())
+        _release(shard.local)
+
+
+def _release(local: Tensor) -> None:
+    """Let the system take back memory that is that of a file, such as an optimizer's states on the disk."""
+    if local.is_cpu:
+        release_pages(local.data_ptr(), local.nbytes)
 
 
 @dataclass(frozen=True)
@@ -227,6 +236,7 @@ def read_tensors(folder: Path, state: Mapping[str, Tensor], part: int | None = N
         for name, shard in shards.items():
             if sum(_read_part(one, shard) for one in stored.get(name, ())) != shard.local.numel():
                 raise DamagedCheckpointError(f"{folder} does not hold all of {name}")
+            _release(shard.local)
     except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedCheckpointError(f"{folder} cannot be read: {error}") from error
 

@@ -30,7 +30,7 @@ from leaderless.data.prompts.encode import Tokenizer
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.observability.run_directory import list_checkpoints, step_of, write_atomically
 from leaderless.training.engine import Trainable
-from leaderless.worker.checkpoint.reader import NODE_FILE, ROLE_FILE, STATE_FILE, RoleState, RunState, fingerprint
+from leaderless.worker.checkpoint.reader import NODE_FILE, ROLE_FILE, STATE_FILE, RoleState, RunState
 from leaderless.worker.checkpoint.shards import (
     DamagedCheckpointError,
     FileEntry,
@@ -133,7 +133,7 @@ class CheckpointWriter:
         trim_host_memory()  # gradients of the last update must not lie next to the copy
         roles = {}
         for role, engine in self._engines.items():
-            state = RoleState(engine.policy_version, fingerprint(engine), engine.is_value_model)
+            state = RoleState.of(engine)
             shards = own_shards(engine)
             roles[role] = state, copy_to_host(shards, self._buffers[role]) if from_copy else shards
         self._num_begun += 1

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.markup import escape
 
+from leaderless.config.failures import GUARDED_KINDS
 from leaderless.config.run import GuardsConfig
 from leaderless.observability.console import FAILED, Display
 from leaderless.observability.events import GuardEvent, GuardStop, strongest
 from leaderless.observability.run_directory import RunDirectory, step_of, write_atomically
 from leaderless.planner import PlannedNode
 from leaderless.planner.workflow.stage_spec import tagged
+from leaderless.stages.mini_batches import STEPS_BETWEEN_WARNINGS
 from leaderless.worker.agreement import StepEnd
 
 FAILED_BODIES = "body/failed"
@@ -43,6 +45,7 @@ class Guards:
         """Read what earlier starts have written; only the first rank writes."""
         self._config, self._directory, self._display, self.is_first = config, directory, display, is_first
         self._roll_backs: list[RollBack] = []
+        self._warned: dict[str, int] = {}  # last step of a warning, by metric
         if directory.roll_backs.exists():
             written = json.loads(directory.roll_backs.read_text(encoding="utf-8"))
             self._roll_backs = [RollBack(**one) for one in written["roll_backs"]]
@@ -52,23 +55,37 @@ class Guards:
         """Number of roll-backs of the run so far."""
         return len(self._roll_backs)
 
-    def judge_rewards(self, step: int, numbers: Mapping[str, float], nodes: Iterable[PlannedNode]) -> list[GuardEvent]:
-        """Report too many failed rewards, given the metrics of all ranks of a pool and the nodes that run on them.
+    def judge(self, step: int, numbers: Mapping[str, float], nodes: Sequence[PlannedNode]) -> list[GuardEvent]:
+        """Report too many failures, given the metrics of all ranks of a pool and the nodes that run on them.
 
-        Where no node computes rewards, as in SAC, failed episodes of bodies count.
+        Where no node computes rewards, as in SAC, failed episodes of bodies count. After a warning of a kind of failure
+        there is no other one for some steps.
         """
-        limit, action = self._config.reward_failures_limit, self._config.reward_failures_action
-        events: list[GuardEvent] = []
+        config = self._config
+        settings = {
+            "reward_failures_limit": (config.reward_failures_limit, config.reward_failures_action),
+            "failures_limit": (config.failures_limit, config.failures_action),
+        }
         graders = [node for node in nodes if "reward_valid" in node.writes]
-        named = [(node, FAILED) for node in graders] or [
-            (node, FAILED_BODIES) for node in nodes if node.node.run == "rollout"
-        ]
-        for node, name in named:
-            share = numbers.get(tagged(name, node.node))
-            if share is not None and limit is not None and share > limit:
-                event = "reward_failures_limit", share, limit, action, node.name, node.node.tag, self.num_roll_backs
-                events.append(GuardEvent(step, *event))
-        return events
+        players = [node for node in nodes if "environment_failed" in node.writes]
+        bodies = [] if graders else [node for node in nodes if node.node.run == "rollout"]
+        watched = [("reward_failures_limit", FAILED, node, "") for node in graders]
+        watched += [("reward_failures_limit", FAILED_BODIES, node, "") for node in bodies]
+        for guarded in GUARDED_KINDS:
+            asked = graders if guarded == "grader" else players
+            watched += [("failures_limit", f"failure/{guarded}", node, guarded) for node in asked]
+        events: dict[str, GuardEvent] = {}
+        for guard, metric, node, kind in watched:
+            (limit, action), name = settings[guard], tagged(metric, node.node)
+            share, before = numbers.get(name), self._warned.get(name)
+            if limit is None or share is None or share <= limit:
+                continue
+            if action == "warn" and before is not None and 0 <= step - before < STEPS_BETWEEN_WARNINGS:
+                continue
+            event = guard, share, limit, action, node.name, node.node.tag, self.num_roll_backs, kind
+            events.setdefault(name if kind else f"{guard} of {node.name}", GuardEvent(step, *event))
+        self._warned |= {name: step for name, event in events.items() if event.kind}
+        return [*events.values()]
 
     def must_roll_back(self, step: int, end: StepEnd, newest: Callable[[], Path | None]) -> bool:
         """Record the guards' reports on a step, and decide whether the run rolls back.
@@ -114,8 +131,10 @@ class Guards:
         return kept[-1] if kept and kept[-1].to_step == step else None
 
     def _first_error(self, event: GuardEvent) -> str:
-        """The first error of a reward or an episode in this run, for an event about failed rewards."""
+        """The first error of a reward or an episode in this run, for an event about failures."""
         error = self._directory.first_reward_error() if event.guard == "reward_failures_limit" else ""
+        if event.guard == "failures_limit":
+            error = self._directory.first_failure(event.kind)
         return f" (the first was {error})" if error else ""
 
     def _record(self, events: Sequence[GuardEvent]) -> None:

@@ -53,7 +53,7 @@ def test_an_episode_is_a_conversation_with_its_calls_and_their_results():
     ]
     assert (messages[4]["turn"], messages[4]["reward"], messages[4]["tokens"]) == (1, 1.0, 1)
     assert set(whole["seconds"]) == {"model", "environment", "tools"}
-    assert (failed["cause"], "hang" in failed["error"]) == ("timeout", True)
+    assert (failed["cause"], "hang" in failed["error"]) == ("deadline", True)
 
 
 def test_a_conversation_tells_that_it_has_drifted_and_what_grading_took(run):
@@ -105,7 +105,7 @@ def test_browser_shows_who_said_what(run, tmp_path):
         *("bubble told", "bubble said", "bubble tool", "bubble tool", "bubble said"),
         *("bubble told", "bubble said", "bubble failure"),
     ]
-    for words in ("unknown tool", "1 token trained", "left out", "reward +1.000", "failed: timeout"):
+    for words in ("unknown tool", "1 token trained", "left out", "reward +1.000", "failed: deadline"):
         assert words in page.text
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text(encoding="utf-8"))
     narrow = "const i = document.getElementById('reward-from'); i.value = '8'; i.dispatchEvent(new Event('input'));"

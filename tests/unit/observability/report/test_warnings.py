@@ -35,12 +35,12 @@ def test_a_warning_about_episodes_appears_above_its_threshold_and_not_at_it(run,
     (run / "config.yaml").write_text("batch: {prompts_per_step: 128, responses_per_prompt: 8}\n")
     metric, bad, good = OF_EPISODES[title]
     for value, wanted in ((good, []), (bad, [title])):
-        rows = [{"step": step, metric: value, "episode/failed_timeout": 3} for step in range(1, 9)]
+        rows = [{"step": step, metric: value, "failure/deadline": 0.25, "failure/policy": 0.5} for step in range(1, 9)]
         write_lines(run / "metrics.jsonl", rows)
         assert titles(run) == wanted
     if metric == "episode/failed":
         assert review(read_run(run)).findings[0].seen == (
-            "5% of the episodes in steps 7 to 8. By cause, in the whole run: timeout 24."
+            "5% of the episodes in steps 7 to 8. Kinds of failures then: deadline 25%."
         )
 
 

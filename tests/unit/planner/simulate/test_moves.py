@@ -17,6 +17,7 @@ from tests.unit.planner.simulate.clusters import cluster, equal_rows, network, p
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.buffer.reshard import agree_at_once, schemas_to_json
 from leaderless.distributed.transport import ProcessGroup
+from leaderless.distributed.weights.differences import BITS, TRAILER, difference
 from leaderless.planner import Layout, Reshard, SyncWeights
 from leaderless.planner.memory.limits import DEVICE_WEIGHT_BUCKET_BYTES, PIECE_BYTES, ROUNDS_AHEAD
 from leaderless.planner.simulate.rows import SimulatedRoutes, SimulatedRows, owners_of, sending_ranks
@@ -25,6 +26,7 @@ from leaderless.planner.simulate.transfers import (
     PLANNING_BYTES_PER_ROW,
     SCHEMA_BYTES,
     Cost,
+    difference_share,
     parcels_of,
     peer_cost,
     put_cost,
@@ -355,6 +357,30 @@ def test_weights_cross_once_and_in_buckets():
     assert late - cost.seconds == pytest.approx(8 * 2 * 1e-3), "15 buckets, two at a time, to two receivers"
     gathered = weights_cost(action, 4 * count, links, is_gathered=True).seconds
     assert gathered - cost.seconds == pytest.approx(3), "each of four receives the three quarters of the others"
+
+
+@pytest.mark.parametrize("changed", [0.0003, 0.01, 0.03, 0.1, 0.4, 1.0])
+@pytest.mark.parametrize("width", [2, 4])
+def test_the_share_of_a_difference_is_that_of_one_that_is_made(changed, width):
+    count = 1 << 19
+    base = torch.zeros(count * width, dtype=torch.uint8)
+    whole = torch.cat([base, torch.zeros(TRAILER, dtype=torch.uint8)])
+    generator = torch.Generator().manual_seed(1)
+    whole[:-TRAILER].view(BITS[width])[torch.rand(count, generator=generator) < changed] = 1
+    message, _ = difference(whole, base, width)
+    found = len(whole if message is None else message) / len(whole)
+    assert found == pytest.approx(difference_share(changed, width), rel=0.05 if changed > 0.001 else 0.2)
+
+
+def test_differences_of_weights_cross_in_fewer_bytes_and_are_read_with_those_before():
+    action = SyncWeights("policy", Layout((0, 1), 2), Layout((2, 3, 4, 5), 4))
+    count, links = 10**9, network(6, **ONE_A_HOST)
+    cost = weights_cost(action, 4 * count, links, is_gathered=True, sent_share=0.05)
+    assert cost.interface_bytes == 4 * count // 2 // 20
+    assert cost.seconds == pytest.approx(0.1 + (2 + 2 + 1 + 1) / 1000 + 3), "all that is gathered is whole"
+    both = weights_cost(action, 4 * count, links, is_gathered=True, sent_share=0.05, gathered_share=0.05)
+    read = 3 * 4 / links.cluster.device.memory_bandwidth_gb_per_s
+    assert both.seconds - cost.seconds == pytest.approx(3 * 0.05 - 3 + read)
 
 
 def test_a_prediction_is_that_of_the_way_that_is_named():

@@ -19,7 +19,7 @@ from leaderless.planner.simulate.cluster import ClusterConfig
 from leaderless.planner.simulate.network import Network
 from leaderless.planner.simulate.rows import RowPlacement, sample_workload, samplers_of
 from leaderless.planner.simulate.step import Loaded, Moved, Synced, Worked, estimate_step, events_of, walk_peers
-from leaderless.planner.simulate.transfers import parcels_of, updates_cost
+from leaderless.planner.simulate.transfers import Cost, parcels_of, updates_cost
 
 CHANGES = {
     "controllers.one.pads_rows": False,
@@ -207,8 +207,9 @@ def test_a_host_that_is_too_small_is_told_for_each_way(tmp_path):
     assert not small["one"].fits_host
 
 
+NO_COSTS = {"name", "device.memory_gib", "device.compute_dtype", "workload.changed_share"}
 CONSTANTS = [
-    *(key for key in all_keys(ClusterConfig) if key not in {"name", "device.memory_gib", "device.compute_dtype"}),
+    *(key for key in all_keys(ClusterConfig) if key not in NO_COSTS),
     *(f"controllers.one.{name}" for name in ControllerConfig.model_fields),
 ]
 """All settings but those that are only displayed, or change the plan, which other tests cover."""
@@ -227,6 +228,24 @@ def test_every_constant_changes_something(tmp_path, key):
     if key == "host.memory_gib":
         section[last] = before["one"].host_bytes / 2**31
     assert step_of(recipe, 4, ComparedCluster.model_validate(settings)) != before
+
+
+def test_the_share_of_weights_that_change_matters_where_differences_are_sent(tmp_path):
+    plain = pools_recipe(tmp_path)
+    policy = plain.model_of("policy").model_copy(update={"compute_dtype": "bfloat16"})
+    recipe = plain.model_copy(update={"models": plain.models | {"policy": policy}})
+
+    def weights_of(weights: str, share: float) -> Cost:
+        rollout = recipe.rollout.model_copy(update={"weights": weights})
+        constants = cluster(workload__changed_share=share)
+        estimate = step_of(recipe.model_copy(update={"rollout": rollout}), 4, constants)["ours"]
+        (cost,) = estimate.weights.values()
+        return cost
+
+    assert weights_of("auto", 0.01) == weights_of("auto", 0.5) == weights_of("whole", 0.01), "between accelerators"
+    few, many = weights_of("difference", 0.01), weights_of("difference", 0.1)
+    assert few.interface_bytes < many.interface_bytes < weights_of("whole", 0.01).interface_bytes
+    assert few.seconds < many.seconds
 
 
 def test_loops_work_at_the_same_time(tmp_path):

@@ -97,3 +97,36 @@ class ScriptedEngine:
 
     def close(self) -> None:
         self.under_way.clear()
+
+
+class TalkingEngine(ScriptedEngine):
+    """Says what a function makes of the prompt's tokens, one token in each step."""
+
+    def __init__(self, say: Callable[[list[int]], list[int]], end: int) -> None:
+        super().__init__()
+        self._say, self._end = say, end
+
+    def step(self) -> list[Delta]:
+        self.in_step.set()
+        assert self.may_step.wait(10)
+        self.before_step()
+        self.num_steps += 1
+        for number, (request, params, count) in list(self.under_way.items()):
+            said = [*self._say([*request.prompt]), self._end]
+            tokens = said[count : count + 1]
+            stopped = self._stops(said[: count + 1], params.stop)
+            reason = "stop" if count + 1 == len(said) or stopped else None
+            reason = reason or ("length" if count + 1 == params.max_tokens else None)
+            for sibling in range(len(request.sample_ids)):
+                self._deltas.append(Delta(number, sibling, tuple(tokens), (-0.5,), reason, 0))  # type: ignore[arg-type]
+            self.under_way[number] = (request, params, count + 1)
+            if reason:
+                del self.under_way[number]
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _stops(self, said: list[int], stop: tuple[str, ...]) -> bool:
+        return any(text in self.decode(said) for text in stop)
+
+    decode: Callable[[list[int]], str]
+    """Function that writes tokens as text."""

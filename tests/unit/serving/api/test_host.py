@@ -10,7 +10,7 @@ import pytest
 from tests.unit.serving.api.engines import ScriptedEngine, ScriptedServing, raising
 
 from leaderless.config.rollout import SamplingConfig
-from leaderless.distributed.remote.child_server import EngineError
+from leaderless.distributed.remote.server_calls import EngineError
 from leaderless.rollout.engine import Delta, Request, SamplingParams
 from leaderless.serving.api.engine_thread import EngineHost, Ticket
 from leaderless.serving.http_server import ApiError

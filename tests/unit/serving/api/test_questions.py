@@ -7,7 +7,8 @@ import json
 import pytest
 
 from leaderless.environments.programs.conversations import checked
-from leaderless.serving.api.requests import ApiRequest, ChatQuestion, CompletionQuestion, read_question
+from leaderless.serving.api.chat_requests import ChatQuestion
+from leaderless.serving.api.requests import ApiRequest, CompletionQuestion, read_question
 from leaderless.serving.http_server import ApiError
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -40,14 +41,15 @@ def refused(kind: type[ApiRequest], body: object) -> ApiError:
             "stream_options.usage",
             "unknown field stream_options.usage",
         ),
-        ({"echo": True}, "echo", "echo=true is not supported"),
+        ({"echo": 1}, "echo", "must be a valid boolean"),
         ({"best_of": 2}, "best_of", "ask for n responses"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty", "another distribution"),
-        ({"logit_bias": {"1": 5}}, "logit_bias", "another distribution"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty", "less than or equal to 2"),
+        ({"logit_bias": {"1": 500}}, "logit_bias", "less than or equal to 100"),
+        ({"logit_bias": {"a": 5}}, "logit_bias", "'a', which is no token id"),
         ({"suffix": "end"}, "suffix", "at the end only"),
-        ({"logprobs": 2}, "logprobs", "must be 0: the engine knows the log-probability of the sampled token only"),
+        ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"logprobs": True}, "logprobs", "must be"),
-        ({"max_tokens": 0}, "max_tokens", "must be greater than or equal to 1"),
+        ({"max_tokens": 0}, "max_tokens", "gives nothing without echo=true"),
         ({"prompt": []}, "prompt", "give at least one prompt"),
         ({"prompt": [1, "a"]}, "prompt", "a text, a list of texts, token ids, or a list of lists"),
         ({"prompt": [-1]}, "prompt", "a text, a list of texts, token ids, or a list of lists"),
@@ -73,12 +75,21 @@ def test_a_wrong_field_of_a_completion_is_named(fields: dict[str, object], param
             "messages.0.content",
             "of type text or image_url",
         ),
-        ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages.0.tool_calls", "unknown field"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages.0.tool_calls.0", "must be"),
         ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens", "give one of them"),
-        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs", "of the sampled token only"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"logprobs": 0}, "logprobs", "must be a valid boolean"),
-        ({"tools": [{"type": "function"}]}, "tools", "put them into the messages"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "free text"),
+        ({"tools": [{"type": "function"}]}, "tools.0", 'must be {"type": "function", "function": {"name"'),
+        ({"tool_choice": "required"}, "tool_choice", "no such tool is offered"),
+        ({"tool_choice": "always"}, "tool_choice", "must be auto, none, required, or"),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format.type",
+            "must be 'text', 'json_object' or 'json_schema'",
+        ),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be given"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "must not have 'tools'"),
     ],
 )
 def test_a_wrong_field_of_a_chat_is_named(fields: dict[str, object], param: str, words: str) -> None:
@@ -101,8 +112,9 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
     bare = read_question(json.dumps(COMPLETION).encode(), CompletionQuestion)
     assert read_question(json.dumps(COMPLETION | nothing).encode(), CompletionQuestion) == bare
     message = {"role": "user", "content": "Hi", "tool_calls": None, "refusal": None}
-    chat = CHAT | {"messages": [message], "tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
-    assert read_question(json.dumps(chat).encode(), ChatQuestion) == read_question(
+    chat = CHAT | {"messages": [message], "response_format": {"type": "text"}}
+    harmless = {"metadata": {"a": "b"}, "safety_identifier": "x", "store": True, "user": "u", "prompt_cache_key": "k"}
+    assert read_question(json.dumps(chat | harmless).encode(), ChatQuestion) == read_question(
         json.dumps(CHAT).encode(), ChatQuestion
     )
 

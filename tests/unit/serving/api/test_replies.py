@@ -8,7 +8,8 @@ from tests.tiny import tiny_model
 from leaderless.config.models import ModelConfig
 from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.rollout.engine import Delta
-from leaderless.serving.api.requests import ChatQuestion, CompletionQuestion, Message
+from leaderless.serving.api.chat_requests import ChatQuestion, Message
+from leaderless.serving.api.requests import CompletionQuestion
 from leaderless.serving.api.responses import ChatComposer, CompletionComposer
 from leaderless.serving.http_server import ApiError
 

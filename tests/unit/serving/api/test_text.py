@@ -10,7 +10,7 @@ from leaderless.config.models import ModelConfig
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.models.loading.tiny import write_tiny_model
 from leaderless.models.loading.tokenizer import load_tokenizer
-from leaderless.serving.api.responses import REPLACEMENT, TextStream
+from leaderless.serving.api.text_stream import REPLACEMENT, TextStream
 
 SAID = "ab é 你好 👩🏽 " + REPLACEMENT
 

@@ -6,9 +6,9 @@ import base64
 import io
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast, get_args
 
 import numpy as np
 import torch
@@ -17,15 +17,18 @@ from torch import Tensor
 from leaderless.distributed.remote.messages import Ask, Gain, Settings, joined
 from leaderless.distributed.weights.buckets import PackedWeight, checksums
 from leaderless.rollout.external.vllm_process.adapters import VllmAdapters
+from leaderless.rollout.external.vllm_process.drafts import sample_drafts_on_cpu
 from leaderless.rollout.external.vllm_process.experts import packed, record_on_cpu, recorded_by_each_rank
+from leaderless.rollout.external.vllm_process.int8 import with_int8
 from leaderless.rollout.external.vllm_process.loading import Loading, finish, load
+from leaderless.rollout.external.vllm_process.stages import LAUNCHER, make_room, met_as_told, next_token_params
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
+    from vllm import SamplingParams
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.executor import Executor
     from vllm.v1.worker.gpu_worker import Worker
 
 Result = TypeVar("Result")
@@ -77,8 +80,9 @@ class VllmWorker:
     def start(self) -> None:
         """Start vLLM, asleep, with meaningless weights."""
         settings = self.settings
-        if self._is_on_accelerator:
-            # Each response has a seed. The first model runner loops over seeds on the host, in each step.
+        if self._is_on_accelerator and settings.num_stages == 1:
+            # Each response has a seed. The first model runner loops over seeds on the host, in each step; but it alone
+            # tells all stages of a pipeline what the last one has sampled.
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
         # Everything runs in this process, so that weights need no copy through another one.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -100,10 +104,12 @@ class VllmWorker:
             max_model_len=settings.max_tokens,
             max_num_seqs=settings.max_sequences,
             gpu_memory_utilization=settings.memory_fraction,
-            kv_cache_memory_bytes=settings.kv_cache_bytes,
-            enforce_eager=not settings.enable_graphs,
+            kv_cache_memory_bytes=None if self._is_on_accelerator else settings.kv_cache_bytes,
+            enforce_eager=not (settings.enable_graphs and self._is_on_accelerator),
             tensor_parallel_size=settings.tensor_parallel_size,
-            distributed_executor_backend=_executor(settings) if settings.meeting else None,
+            pipeline_parallel_size=settings.num_stages,
+            enable_expert_parallel=settings.divides_experts,
+            distributed_executor_backend=LAUNCHER if settings.meeting else None,
             enable_sleep_mode=self._is_on_accelerator,
             skip_tokenizer_init=not settings.sees_images,  # its image processors come with a tokenizer
             generation_config="vllm",
@@ -113,9 +119,16 @@ class VllmWorker:
             enable_return_routed_experts=bool(settings.expert_layers) and self._is_on_accelerator,
             **_weights_of(settings),
             **({"limit_mm_per_prompt": {"video": 0}} if settings.sees_images else {}),
+            **({"per_request_spec_decode_metrics": "summary"} if settings.num_drafts else {}),
+            **cast("Mapping[str, Any]", with_int8(settings.arguments)),
         )
-        with recorded_by_each_rank() if settings.expert_layers else nullcontext():
+        meets = met_as_told(settings) if settings.meeting else nullcontext()
+        if settings.num_drafts and not self._is_on_accelerator:
+            sample_drafts_on_cpu()
+        with recorded_by_each_rank() if settings.expert_layers else nullcontext(), meets:
             self._llm = LLMEngine.from_engine_args(arguments)
+            if settings.num_stages > 1:
+                self._on_worker(make_room)
             if settings.expert_layers and not self._is_on_accelerator:
                 self._on_worker(record_on_cpu, self._llm)
         self.sleep(keep_weights=False)
@@ -161,7 +174,7 @@ class VllmWorker:
         num_left = 0 if self._ready else min((one.tokens_at_once for one in self._open.values()), default=1)
         while not self._ready or (num_left > 0 and self._open):
             self._advance()
-            num_left -= 1
+            num_left -= 1 + self.settings.num_drafts  # all drafts may be accepted
         gains, self._ready = self._ready, []
         return joined(gains)
 
@@ -191,9 +204,12 @@ class VllmWorker:
             log_probs = [one[token].logprob for token, one in zip(tokens, part.logprobs or (), strict=True)]
         number, cached = int(output.request_id), output.num_cached_tokens or 0
         experts = self._experts(output) if self.settings.expert_layers else []
+        drafts = list[int]()
         if output.finished:
             del self._open[output.request_id]
-        return Gain(number, tokens, log_probs, part.finish_reason, version, cached, experts, support)
+            if self.settings.num_drafts and (counted := part.spec_decode_metrics) is not None:
+                drafts = [counted.num_draft_tokens, sum(j * count for j, count in enumerate(counted.histogram))]
+        return Gain(number, tokens, log_probs, part.finish_reason, version, cached, experts, support, drafts)
 
     def _num_scores(self, ask: Ask) -> int:
         """Number of the likeliest tokens whose log-probabilities come with that of the token that is drawn."""
@@ -249,18 +265,32 @@ class VllmWorker:
         self._expected.clear()
 
     def prompt_log_probs(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
-        """Compute log-probabilities with a separate request for one token."""
-        from vllm import SamplingParams, TokensPrompt
+        """Compute log-probabilities with a separate request for one token; in a pipeline, with one for each token."""
+        from vllm import SamplingParams
 
+        if self.settings.num_stages > 1:
+            return [self._next_log_prob(tokens[:end], tokens[end], adapter) for end in range(1, len(tokens))]
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        scored = self._probe(tokens, params, adapter).prompt_logprobs
+        assert scored is not None, "they were asked for"
+        known = [scores for scores in scored if scores is not None]  # the first token has none
+        return [float(scores[token].logprob) for token, scores in zip(tokens[1:], known, strict=True)]
+
+    def _next_log_prob(self, tokens: Sequence[int], token: int, adapter: str) -> float:
+        scored = self._probe(tokens, next_token_params(token), adapter).outputs[0].logprobs
+        assert scored is not None, "they were asked for"
+        return float(scored[0][token].logprob)
+
+    def _probe(self, tokens: Sequence[int], params: SamplingParams, adapter: str) -> RequestOutput:
+        """Answer a separate request for one token, while others go on."""
+        from vllm import TokensPrompt
+
         prompt = TokensPrompt(prompt_token_ids=list(tokens))
         self._engine.add_request(PROBE, prompt, params, lora_request=self._adapters.request(adapter))
         probed = None
         while probed is None or not probed.finished:
             probed = self._advance()
-        assert probed.prompt_logprobs is not None, "they were asked for"
-        known = [scores for scores in probed.prompt_logprobs if scores is not None]  # the first token has none
-        return [float(scores[token].logprob) for token, scores in zip(tokens[1:], known, strict=True)]
+        return probed
 
     def wake(self) -> None:
         """Allocate memory, and copy weights that were kept back to the device."""
@@ -411,21 +441,6 @@ def check_version() -> None:
         raise RuntimeError(
             f"vLLM {vllm.__version__} cannot load weights the way vLLM {oldest} does ({error}): {remedy}"
         ) from error
-
-
-def _executor(settings: Settings) -> type[Executor]:
-    """Make the class of vLLM's executor for an engine that is one of several, or a part of one.
-
-    Each process drives its own part of the model: as all are given the same requests in the same order, they schedule
-    the same work. In a process group that exists already, blocks of neighboring ranks make one engine.
-    """
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-
-    def place(executor: Executor) -> tuple[str, int, int]:  # noqa: ARG001
-        # vLLM would take these from the variables of torchrun. Its shared memory is named after the meeting.
-        return f"file://{settings.meeting}", settings.rank, settings.device_index
-
-    return type("Member", (ExecutorWithExternalLauncher,), {"_distributed_args": place})
 
 
 def _caches(worker: Worker) -> list[torch.UntypedStorage]:

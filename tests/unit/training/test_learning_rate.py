@@ -10,13 +10,14 @@ from typing import cast
 import pytest
 import torch
 from tests.unit.recipes import write_recipe
-from torch import Tensor, nn
+from torch import Tensor
 
 from leaderless.config import RecipeError, load_recipe
 from leaderless.config.models import OptimizerConfig
 from leaderless.distributed.transport import ProcessGroup
-from leaderless.training import optimizer as optimizer_module
-from leaderless.training.optimizer import learning_rate_at, make_optimizer, may_be_fused
+from leaderless.training.optimizers import adamw
+from leaderless.training.optimizers.adamw import may_be_fused
+from leaderless.training.optimizers.optimizer import learning_rate_at
 
 NUM_UPDATES = 12
 
@@ -53,13 +54,6 @@ def test_the_former_name_of_the_warm_up_is_refused_with_the_new_one(tmp_path: Pa
         load_recipe(write_recipe(tmp_path), ["optimizer.warmup_steps=3"])
 
 
-def test_only_matrices_that_are_trained_decay() -> None:
-    matrix, vector, frozen = (nn.Parameter(torch.ones(*shape)) for shape in ((2, 2), (2,), (2, 2)))
-    optimizer = make_optimizer([matrix, vector, frozen.requires_grad_(False)], OptimizerConfig(weight_decay=0.25))
-    decays = {id(one): group["weight_decay"] for group in optimizer.param_groups for one in group["params"]}
-    assert decays == {id(matrix): 0.25, id(vector): 0.0}
-
-
 class Ranks(ProcessGroup):
     """A rank of two, of which the other one's device may refuse a fused step."""
 
@@ -75,23 +69,10 @@ class Ranks(ProcessGroup):
 @pytest.mark.parametrize("mine", [True, False])
 @pytest.mark.parametrize("others", [True, False])
 def test_ranks_agree_whether_a_step_is_one_kernel(monkeypatch: pytest.MonkeyPatch, mine: bool, others: bool) -> None:
-    monkeypatch.setattr(optimizer_module, "_can_be_fused", lambda _: mine)
+    monkeypatch.setattr(adamw, "_can_be_fused", lambda _: mine)
     npu = cast("torch.device", SimpleNamespace(type="npu"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = [may_be_fused(npu, Ranks(rank, others_refuse=not others)) for rank in (0, 1)]
     assert found == [mine and others] * 2
     assert len(caught) == (not (mine and others)), "once"
-
-
-def test_a_step_in_many_kernels_is_that_in_one() -> None:
-    gradient = torch.tensor([[0.5, -2.0]])
-    weights = []
-    for is_fused in (True, False):
-        weight = nn.Parameter(torch.tensor([[1.0, 3.0]]))
-        optimizer = make_optimizer([weight], OptimizerConfig(weight_decay=0.1), is_fused=is_fused)
-        for _ in range(3):
-            weight.grad = gradient.clone()
-            optimizer.step()
-        weights.append(weight.detach())
-    torch.testing.assert_close(*weights)

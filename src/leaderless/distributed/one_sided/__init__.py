@@ -1,0 +1,1 @@
+"""Bytes from rank to rank by NIXL, NVIDIA's transfer library: see `endpoint`."""
