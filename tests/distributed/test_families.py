@@ -20,6 +20,7 @@ EXPERTS = {"zero_expert_num": 64}
     [
         ("longcat_flash", EXPERTS, {"dp": 2}),
         ("longcat_flash", EXPERTS, {"dp": 1, "cp": 2}),
+        ("gemma4_unified_text", {}, {"dp": 1, "cp": 2}),  # layers have other numbers of key heads
         ("mamba", {}, {"dp": 2}),  # its layers have parts that `transformers` names next to them
     ],
     ids=str,

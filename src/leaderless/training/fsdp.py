@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -396,11 +397,15 @@ def _open(setup: EngineSetup) -> ShardedModelFiles:
 
 
 def _sizes(model: Decoder) -> tuple[int, int, int]:
-    """Attention heads, heads of keys and inner features; for families that do not say the latter, the heads again."""
+    """Attention heads, heads of keys and inner features; for families that do not say the latter, the heads again.
+
+    Where layers have different numbers of key heads, it is the number that divides all of them.
+    """
     described = model.model.config.get_text_config()
     heads: int = described.num_attention_heads
-    inner = getattr(described, "intermediate_size", None)
-    return heads, getattr(described, "num_key_value_heads", None) or heads, inner if isinstance(inner, int) else heads
+    inner, layers = getattr(described, "intermediate_size", None), getattr(described, "per_layer_config", [described])
+    key_heads = math.gcd(*(getattr(layer, "num_key_value_heads", None) or heads for layer in layers))
+    return heads, key_heads, inner if isinstance(inner, int) else heads
 
 
 def _at_least_one(indices: Tensor) -> Tensor:

@@ -266,6 +266,24 @@ LARGE: dict[str, PreTrainedConfig] = {
     ),
     "DeepSeek-V3": transformers.DeepseekV3Config(),
     "Qwen3-VL": transformers.Qwen3VLConfig(),
+    "Gemma 4, dense": transformers.Gemma4TextConfig(
+        hidden_size=1536,
+        num_hidden_layers=35,
+        layer_types=[*["sliding_attention"] * 4, "full_attention"] * 7,
+        num_kv_shared_layers=20,
+        use_double_wide_mlp=True,
+    ),
+    "Gemma 4, mixture": transformers.Gemma4TextConfig(
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        num_global_key_value_heads=2,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
 }
 
 
@@ -298,7 +316,9 @@ def test_a_small_model_is_tried_in_the_place_of_a_large_one(name: str) -> None:
     assert sum(weight.numel() for weight in model.parameters()) < 1e7
     check_supported(model, "models.policy")
     text, small = large.get_text_config(), shrunk(large).get_text_config()
-    assert small.num_hidden_layers == 4 < text.num_hidden_layers, "the large one is as it was"
+    assert 4 <= small.num_hidden_layers < 7 < text.num_hidden_layers, "the large one is as it was"
+    sharing = {*getattr(text, "kv_sharing_modes", ())}
+    assert {*getattr(small, "kv_sharing_modes", ())} == sharing, "a small one has layers that share keys, too"
     assert type(small.rope_parameters) is type(text.rope_parameters)
 
 

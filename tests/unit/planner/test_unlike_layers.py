@@ -55,7 +55,7 @@ def check_counts(size: ModelSize, model: PreTrainedModel) -> None:
     assert size.num_expert_parameters == sum(count for name, count in counts.items() if ".experts." in name)
     layers = [0] * size.num_layers
     for name, count in counts.items():
-        if ".layers." in name:
+        if ".layers." in name and "_tower." not in name:
             layers[int(name.partition(".layers.")[2].partition(".")[0])] += count
     assert [layer.num_parameters for layer in size.layers] == layers
     assert size.num_layer_parameters == sum(layers)
@@ -171,6 +171,65 @@ PUBLISHED: dict[str, dict[str, object]] = {
         "hidden_size": 32,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
+        "vocab_size": 64,
+        "intermediate_size": 48,
+        "max_position_embeddings": 512,
+    },
+    "gemma4": {
+        "text_config": {
+            "model_type": "gemma4_text",
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "num_hidden_layers": 4,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 64,
+            "vocab_size": 64,
+            "intermediate_size": 48,
+            "max_position_embeddings": 512,
+            "attention_bias": True,
+        },
+        "vision_config": {
+            "model_type": "gemma4_vision",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "patch_size": 4,
+            "position_embedding_size": 20,
+            "standardize": True,
+        },
+        "audio_config": {
+            "model_type": "gemma4_audio",
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "subsampling_conv_channels": [8, 4],
+            "conv_kernel_size": 3,
+            "output_proj_dims": 24,
+        },
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 6,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 8,
         "vocab_size": 64,
         "intermediate_size": 48,
         "max_position_embeddings": 512,

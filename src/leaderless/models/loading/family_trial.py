@@ -19,7 +19,9 @@ NUM_LAYERS = 4
 """Layers of a small model: some families have experts in every other layer only, or not in the first three."""
 _LARGEST: Mapping[str, int] = {
     "vocab_size": 512,
+    "vocab_size_per_layer_input": 512,
     "hidden_size": 256,
+    "hidden_size_per_layer_input": 32,
     "intermediate_size": 128,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
@@ -86,6 +88,7 @@ def _shrink(part: PreTrainedConfig) -> None:
     """Change the description of a part into one of a smaller part."""
     if hasattr(part, "attn_config"):
         raise ValueError("its attention is described apart, so that the sizes that go together are not known")
+    own_settings = _taken_out(part)
     layers, heads = getattr(part, "num_hidden_layers", None), getattr(part, "num_attention_heads", None)
     changed: dict[str, object] = {}
     if isinstance(heads, int) and heads > 2:
@@ -94,13 +97,10 @@ def _shrink(part: PreTrainedConfig) -> None:
         value = getattr(part, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > largest and name not in changed:
             changed[name] = largest
-    if isinstance(layers, int) and layers > NUM_LAYERS:
-        chosen = _chosen_layers(part, layers)
-        changed["num_hidden_layers"] = len(chosen)
-        lists = json.loads(json.dumps({k: v for k, v in part.to_dict().items() if isinstance(v, list)}, default=str))
-        changed |= {name: [own[layer] for layer in chosen] for name, own in lists.items() if len(own) == layers}
-        if isinstance(with_attention := getattr(part, "attn_layer_indices", None), list):
-            changed["attn_layer_indices"] = [place for place, layer in enumerate(chosen) if layer in with_attention]
+    chosen = [*range(layers)] if isinstance(layers, int) else []
+    if len(chosen) > NUM_LAYERS:
+        chosen = _chosen_layers(part, len(chosen))
+        changed |= _of_layers(part, chosen)
     changed |= {name: value for name, value in _PER_LAYER.items() if getattr(part, name, None)}
     for number, size in _STATE_HEADS:  # together they are as wide as the layer
         has_own_width = getattr(part, "mamba_d_ssm", None) is not None
@@ -108,14 +108,46 @@ def _shrink(part: PreTrainedConfig) -> None:
             changed[number] = max(1, int(part.mamba_expand * changed["hidden_size"]) // getattr(part, size))
     for name, value in changed.items():
         setattr(part, name, value)
+    if own_settings:
+        part.per_layer_config = {new: own_settings[old] for new, old in enumerate(chosen) if old in own_settings}
     words = changed.get("vocab_size")
     if isinstance(words, int) and isinstance(padding := getattr(part, "pad_token_id", None), int) and padding >= words:
         part.pad_token_id = None
 
 
+def _of_layers(part: PreTrainedConfig, chosen: list[int]) -> dict[str, object]:
+    """Settings of a part that has but some of its layers."""
+    layers = part.num_hidden_layers
+    lists = json.loads(json.dumps({k: v for k, v in part.to_dict().items() if isinstance(v, list)}, default=str))
+    found: dict[str, object] = {"num_hidden_layers": len(chosen)}
+    found |= {name: [own[layer] for layer in chosen] for name, own in lists.items() if len(own) == layers}
+    if modes := getattr(part, "kv_sharing_modes", None):  # which follow from this number
+        found["num_kv_shared_layers"] = [modes[layer] for layer in chosen].count("reuse")
+    if isinstance(with_attention := getattr(part, "attn_layer_indices", None), list):
+        found["attn_layer_indices"] = [place for place, layer in enumerate(chosen) if layer in with_attention]
+    return found
+
+
+def _taken_out(part: PreTrainedConfig) -> dict[int, dict[str, object]]:
+    """Settings that single layers have of their own, which are taken out of a description.
+
+    With them in it, newer versions of `transformers` do not say what all other layers have.
+    """
+    if not getattr(part, "is_heterogeneous", False):
+        return {}
+    found = {int(layer): settings for layer, settings in part.to_dict()["per_layer_config"].items()}
+    part.per_layer_config = None
+    fewest = {"num_key_value_heads": 1}  # divides any number of heads
+    return {layer: {name: fewest.get(name, value) for name, value in own.items()} for layer, own in found.items()}
+
+
 def _chosen_layers(part: PreTrainedConfig, count: int) -> list[int]:
-    """Layers of a part that a small one has: some of each type, and else the first ones."""
-    types = getattr(part, "layer_types", None) or [None] * count
+    """Layers of a part that a small one has: some of each type, and else the first ones.
+
+    Layers that leave keys and values for later ones, and those that take them, are of other types than the rest.
+    """
+    kinds = getattr(part, "layer_types", None) or [None] * count
+    types = [*zip(kinds, getattr(part, "kv_sharing_modes", None) or [None] * count, strict=True)]
     one_of_each = [types.index(one) for one in dict.fromkeys(types)]
     rest = [layer for layer in range(count) if layer not in one_of_each]
     return sorted([*one_of_each, *rest[: max(0, NUM_LAYERS - len(one_of_each))]])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from leaderless.planner.layout import Layout
 from leaderless.planner.memory.attention_kinds import AttentionKind
-from leaderless.planner.memory.layer_parts import NO_RECURRENCE, IndexerSize, RecurrenceSize
+from leaderless.planner.memory.layer_parts import NO_RECURRENCE, Heads, IndexerSize, RecurrenceSize
 from leaderless.planner.memory.layers import Linear, layers_of_stage, packed_bytes
 from leaderless.planner.memory.vision_size import VisionSize
 
@@ -32,6 +32,7 @@ class LayerSize(NamedTuple):
         num_kept: Numbers of each token that it keeps for the backward pass, in the type of the model, besides what
             attention and feed-forward parts of all families keep.
         has_indexer: Whether it chooses keys.
+        heads: Its heads of attention; None if they are those of the model.
     """
 
     num_parameters: int
@@ -39,6 +40,7 @@ class LayerSize(NamedTuple):
     intermediate_size: int
     num_kept: int
     has_indexer: bool
+    heads: Heads | None = None
 
     def part(self, tp: int, parts_of_experts: int) -> LayerSize:
         """Share of a rank that divides a layer by `tp`, and its experts into some parts."""
@@ -49,6 +51,7 @@ class LayerSize(NamedTuple):
             num_expert_parameters=own,
             intermediate_size=-(-self.intermediate_size // tp),
             num_kept=-(-self.num_kept // tp),
+            heads=self.heads.part(tp) if self.heads else None,
         )
 
 
@@ -69,7 +72,8 @@ class ModelSize:
     are made from latents; only then an engine has pages.
 
     Where not all layers attend to everything, `kinds` says how each does. Where they are not alike, `layers` has the
-    sizes of each, and `intermediate_size` is the greatest of theirs. Those that read by recurrence have states of the
+    sizes of each, and `intermediate_size` is the greatest of theirs; heads are those of the layer with the widest
+    queries, keys and values. Those that read by recurrence have states of the
     sizes of `recurrence`. Engines that keep keys and values compressed have `num_latents` numbers for a token of a
     layer. An `indexer` chooses the keys to attend to. A layer has `num_norms` norms of its parts. Of the matrices in
     all layers that read text, `rows` has the number of weights, by the length of their rows.
@@ -137,9 +141,9 @@ class ModelSize:
         linear, quadratic = 2 * (self.num_active_parameters - in_tower), 0
         # Beyond their windows, tokens take as much with each further token of a layer, and recurrence always does.
         linear += self.num_recurrent_layers * self.recurrence.num_operations
-        for most in self.most_keys():
-            linear += 4 * self.query_size * (most or 0)
-            quadratic += self.query_size * (most is None)
+        for most, heads in zip(self.most_keys(), self.heads_of_layers(), strict=True):
+            linear += 4 * heads.query_size * (most or 0)
+            quadratic += heads.query_size * (most is None)
         if self.indexer is not None:
             quadratic += self.num_indexers * self.indexer.num_heads * self.indexer.head_dim // 2  # without results
         return max(1, linear // (2 * quadratic)) if quadratic else NEVER_QUADRATIC
@@ -157,10 +161,22 @@ class ModelSize:
             return [None] * self.num_layers
         return [kind.window or kind.chunk for kind in self.kinds if kind.has_attention]
 
+    def heads_of_layers(self) -> list[Heads]:
+        """The heads of each layer that has attention."""
+        if not self.layers:
+            return [self.heads] * self.num_attention_layers
+        layers = zip(self.layers, self.kinds, strict=True)
+        return [layer.heads or self.heads for layer, kind in layers if kind.has_attention]
+
+    @property
+    def heads(self) -> Heads:
+        """Heads of the widest layer."""
+        return Heads(self.num_heads, self.num_kv_heads, self.head_dim, self.num_latents)
+
     @property
     def query_size(self) -> int:
-        """Numbers in the queries of a token, in one layer."""
-        return self.num_heads * self.head_dim
+        """Most numbers in the queries of a token, in one layer."""
+        return self.heads.query_size
 
     @property
     def num_attention_layers(self) -> int:
@@ -213,13 +229,13 @@ class ModelSize:
 
     @property
     def kv_values_per_layer(self) -> int:
-        """Numbers in the keys and values of one token in a layer that attends."""
-        return 2 * self.num_kv_heads * self.head_dim
+        """Numbers in the keys and values of one token in the widest layer that attends."""
+        return self.heads.kv_values
 
     @property
     def kv_values_per_token(self) -> int:
         """Numbers in the keys and values of one token in all layers that attend, also of those that forget it later."""
-        return self.num_attention_layers * self.kv_values_per_layer + self.index_values
+        return sum(heads.kv_values for heads in self.heads_of_layers()) + self.index_values
 
     @property
     def compressed_values_per_token(self) -> int:

@@ -108,8 +108,10 @@ class EngineMemory:
 
     def _slots_bytes(self) -> int:
         """Keys and values in slots, of which layers with windows and chunks keep the last tokens."""
-        size, layers = self.model.size, Counter(self.model.size.most_kept())
-        values = sum(count * size.kv_values_per_layer * self._slot_tokens(most) for most, count in layers.items())
+        size, each = self.model.size, Counter[int | None]()
+        for most, heads in zip(size.most_kept(), size.heads_of_layers(), strict=True):
+            each[most] += heads.kv_values
+        values = sum(count * self._slot_tokens(most) for most, count in each.items())
         return (values + size.index_values * self._slot_tokens(None)) * self.model.width
 
     def _slot_tokens(self, most: int | None) -> int:

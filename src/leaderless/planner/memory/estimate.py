@@ -354,11 +354,11 @@ class LanguageRank(RankMemory[ModelMemory]):
         prompts = -(-batch.prompts_per_step // batch.parts_per_step)
         work = self._pass(model, prompts)
         tokens, num_passes, copied = work.tokens, work.number, model.copied_bytes(work)
-        copies = 1 if model.config.gradient_checkpointing else size.num_attention_layers
+        all_copied, is_kept = model.all_copied_bytes(work), not model.config.gradient_checkpointing
         seen = self._seen(model, tokens, prompts)
         states = model.state_bytes(work, num_layers=1 if model.config.gradient_checkpointing else None)
         gradients, num_held = model.gradient_bytes(), min(model.num_ahead, num_passes)
-        kept = (num_held - 1) * copies * (not model.config.gradient_checkpointing)  # of other micro-batches
+        kept = (num_held - 1) * all_copied * is_kept  # of other micro-batches
         gathered, embedding = model.gathered_bytes(), size.vocab_size * size.hidden_size
         chunk = self._chunk(size, tokens)
         logits = (
@@ -375,7 +375,7 @@ class LanguageRank(RankMemory[ModelMemory]):
             "converted experts": model.converted_bytes(1 if model.config.gradient_checkpointing else size.num_layers),
             "activations": before * width,
             "pixels": seen * model.vision.pixel_bytes(model.width),
-            "copies for attention": copied * (kept + copies * (not model.config.gradient_checkpointing)),
+            "copies for attention": kept + all_copied * is_kept,
             **_states(states * (num_held if not model.config.gradient_checkpointing else 1)),
             **_unpacked(model),
             "gradients": gradients if num_passes > 1 else 0,
@@ -388,7 +388,7 @@ class LanguageRank(RankMemory[ModelMemory]):
         made = model.layer_values() * model.config.gradient_checkpointing + 3 * size.intermediate_size
         inner = {  # in the first layer that goes backward
             "activations": (before + tokens * made) * width,
-            "copies for attention": copied * (kept + copies),
+            "copies for attention": kept + all_copied,
             "gradients of attention": model.attention_bytes(work, is_begin=True),
             **self._chosen(model, work, has_gradient=True),
             "dropout of adapters": model.dropped_bytes(tokens),
@@ -414,7 +414,7 @@ class LanguageRank(RankMemory[ModelMemory]):
         yield {
             "gathered weights": size.num_root_parameters * width if gathered else 0,
             "activations": tokens * (model.kept_values() * (num_held - 1) + moving + model.layer_values()) * width,
-            "copies for attention": copied * (kept + 1),
+            "copies for attention": kept + copied,
             **_unpacked(model),
             "gradients of attention": model.attention_bytes(work, is_begin=False),
             **self._chosen(model, work, has_gradient=True),

@@ -22,6 +22,11 @@ class Described:
         """Whether a setting is there, and is not null."""
         return self.settings.get(name) is not None
 
+    def layer(self, number: int) -> Described:
+        """The same with the settings that a layer has of its own."""
+        own = cast("Mapping[int, Mapping[str, object]]", self.settings.get("per_layer_config") or {}).get(number)
+        return Described({**self.settings, **own}) if own else self
+
     def count(self, name: str, default: int | None = None) -> int:
         """A setting that is an integer.
 
@@ -131,6 +136,20 @@ class Heads(NamedTuple):
     num_kv_heads: int
     head_dim: int
     num_latents: int = 0
+
+    @property
+    def query_size(self) -> int:
+        """Numbers in the queries of a token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_values(self) -> int:
+        """Numbers in the keys and values of a token."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    def part(self, tp: int) -> Heads:
+        """Share of a rank that divides them with others."""
+        return self._replace(num_heads=-(-self.num_heads // tp), num_kv_heads=-(-self.num_kv_heads // tp))
 
 
 def grouped_heads(described: Described) -> Heads:

@@ -15,6 +15,7 @@ from leaderless.planner.graph.adapters import base_of, companions_of, donor_of
 from leaderless.planner.graph.judges import as_judged
 from leaderless.planner.memory.attention_kinds import FULL
 from leaderless.planner.memory.decoder_size import LayerSize, ModelSize
+from leaderless.planner.memory.layer_parts import Heads
 from leaderless.planner.memory.layers import packed_bytes
 from leaderless.planner.memory.limits import MAX_WORDS, STATE_GROUP_BYTES, STATE_ROOMS
 from leaderless.planner.memory.offload import where_frozen
@@ -273,10 +274,9 @@ class ModelMemory:
         product, and experts their tokens and results. What reads by recurrence keeps numbers in float32.
         """
         size, is_half = self.part, self.width != FLOAT32_BYTES
-        # Queries with results, and keys with values.
-        attention = 2 * (size.num_heads + size.num_kv_heads) * size.head_dim
         norms = size.num_norms * ((4 if is_half else 3) - self.has_adapters) * size.hidden_size
-        in_heads = (3 if is_half else 2) * (size.num_heads + size.num_kv_heads) * size.head_dim * size.has_head_norms
+        # Queries with results, and keys with values; and what norms of single heads keep.
+        per_head = 2 + (3 if is_half else 2) * size.has_head_norms
         # A token is copied for each of its experts, and so are their results; both again where they are sent. Ranks
         # that have the same tokens send some of them each.
         layout = self.instance.layout
@@ -285,9 +285,10 @@ class ModelMemory:
         kinds, inner = size.kinds or (FULL,) * size.num_layers, size.intermediate_size
         alike = LayerSize(0, 1, inner, 0, has_indexer=False)
         for kind, layer in zip(kinds, size.layers or (alike,) * size.num_layers, strict=True):
+            heads = layer.heads or size.heads
             yield (
                 norms
-                + (attention + in_heads) * kind.has_attention
+                + per_head * (heads.num_heads + heads.num_kv_heads) * heads.head_dim * kind.has_attention
                 + recurrent * kind.is_recurrent
                 + layer.num_kept
                 + 4 * layer.intermediate_size
@@ -324,20 +325,28 @@ class ModelMemory:
         each = self.part.recurrence.state_bytes(self.width)
         return work.states * each * (self.part.num_recurrent_layers if num_layers is None else num_layers)
 
-    def copied_bytes(self, work: PassMemory) -> int:
-        """Memory that a layer fills for its attention and keeps for its backward pass.
+    def copied_bytes(self, work: PassMemory, heads: Heads | None = None) -> int:
+        """Memory that a layer, by default the widest, fills for its attention and keeps for its backward pass.
 
         These are keys and values of prompts, for each sibling. In float32 all tokens are laid out, and keys and values
         for each query head: queries, keys, values and results are kept so, and of the tokens themselves only the
         result. So it is where an indexer chooses keys, which are known for each sequence, with normalizers in float32.
         """
+        heads = heads or self.part.heads
+        queries, key_values = heads.query_size, heads.kv_values
         if self.part.indexer is not None:
-            laid_out = (work.tokens + work.copies) * (4 * self.part.query_size * self.width + self._choice_bytes(work))
-            return laid_out - work.tokens * (self.part.query_size + self._key_values) * self.width
+            laid_out = (work.tokens + work.copies) * (4 * queries * self.width + self._choice_bytes(work))
+            return laid_out - work.tokens * (queries + key_values) * self.width
         if self.width == FLOAT32_BYTES and work.sequences:
-            laid_out = (work.tokens + work.copies) * 4 * self.part.query_size
-            return (laid_out - work.tokens * (self.part.query_size + self._key_values)) * FLOAT32_BYTES
-        return work.copies * self._key_values * self.width
+            laid_out = (work.tokens + work.copies) * 4 * queries
+            return (laid_out - work.tokens * (queries + key_values)) * FLOAT32_BYTES
+        return work.copies * key_values * self.width
+
+    def all_copied_bytes(self, work: PassMemory) -> int:
+        """The same of all layers whose copies are there at once: of one if layers are computed again."""
+        if self.config.gradient_checkpointing:
+            return self.copied_bytes(work)
+        return sum(self.copied_bytes(work, heads) for heads in self.part.heads_of_layers())
 
     def attention_bytes(self, work: PassMemory, *, is_begin: bool) -> int:
         """Memory for the backward pass of a layer's attention beyond what its feed-forward part has released.

@@ -177,10 +177,12 @@ def _rows(config: dict[str, int], hidden: int, query: int, key_value: int) -> di
 
 
 def _unlike_size(config: Mapping[str, object], own: UnlikeLayers, *, is_critic: bool) -> ModelSize:
-    described, (heads, kinds) = Described(config), (own.heads, own.kinds)
+    described, kinds = Described(config), own.kinds
+    heads = max(own.heads, key=lambda one: one.query_size + one.kv_values)
     hidden, vocab = described.count("hidden_size"), described.count("vocab_size")
     row, is_tied = FAMILY_LAYERS[str(config["model_type"])], described.flag("tie_word_embeddings")
     root = vocab * hidden * (1 if is_tied or is_critic else 2) + (hidden + 1) * is_critic + hidden
+    root += own.besides.num_parameters
     in_layers = sum(part.num_parameters for part in own.parts)
     experts = described.count("num_experts", 0)
     return ModelSize(
@@ -202,8 +204,15 @@ def _unlike_size(config: Mapping[str, object], own: UnlikeLayers, *, is_critic: 
         is_plain=all(kind == FULL for kind in kinds) and not (row.has_sinks or heads.num_latents),
         kinds=kinds,
         layers=tuple(
-            LayerSize(part.num_parameters, part.num_expert_parameters, part.inner_size, part.num_kept, chooses)
-            for part, chooses in zip(own.parts, own.has_indexer, strict=True)
+            LayerSize(
+                part.num_parameters,
+                part.num_expert_parameters,
+                part.inner_size,
+                part.num_kept,
+                chooses,
+                None if one == heads else one,
+            )
+            for part, chooses, one in zip(own.parts, own.has_indexer, own.heads, strict=True)
         ),
         recurrence=own.recurrence,
         num_latents=heads.num_latents,
@@ -234,8 +243,9 @@ def _with_linear_adapters(size: ModelSize, own: UnlikeLayers, model: ModelConfig
     """
     if lora.expert_rank is not None:
         raise ValueError("adapters of experts are not counted")
-    layers = [
-        linear._replace(name=f"model.layers.{number}.{linear.name}")
+    layers = [linear._replace(name=own.prefix + linear.name) for linear in own.besides.linears]
+    layers += [
+        linear._replace(name=f"{own.prefix}layers.{number}.{linear.name}")
         for number, part in enumerate(own.parts)
         for linear in part.linears
     ]

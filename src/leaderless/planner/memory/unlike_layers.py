@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from leaderless.planner.memory import gemma4_layers
 from leaderless.planner.memory.attention_kinds import (
     FULL_LAYER,
     RECURRENT_LAYERS,
@@ -41,6 +42,7 @@ from leaderless.planner.memory.layers import Linear
 
 LINEAR_LAYER, CONVOLUTION_LAYER = RECURRENT_LAYERS
 DENSE_LAYER, EXPERT_LAYER = SINGLE_TOKEN_LAYERS
+_GEMMAS4 = {"gemma4_text", "gemma4_unified_text"}
 HYBRID_LAYER, INDEXED_LAYER = "hybrid", "indexed_attention"
 Recurrence = Literal["", "delta_net", "joined_delta_net", "kimi_delta_attention", "state_space", "convolution"]
 
@@ -50,6 +52,7 @@ _OTHER_NAMES = {
     "num_local_experts": "num_experts",
     "n_routed_experts": "num_experts",
     "num_experts_per_token": "num_experts_per_tok",
+    "top_k_experts": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
     "num_dense_layers": "first_k_dense_replace",
     "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
@@ -134,6 +137,12 @@ _LFM = FamilyLayers(
     unsaid={"tie_word_embeddings": True, "conv_L_cache": 3, "num_key_value_heads": 8},
 )
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256}
+_GEMMA4 = FamilyLayers(
+    num_norms=4,
+    head_norms="head",
+    period=6,
+    unsaid=_GEMMA | {"sliding_window": 512, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144},
+)
 FAMILY_LAYERS: Mapping[str, FamilyLayers] = {
     "bamba": replace(_MAMBA, unsaid={**_MAMBA.unsaid, "num_key_value_heads": 8}),
     "cohere2": FamilyLayers(num_norms=1, period=4, unsaid={"tie_word_embeddings": True}),
@@ -145,6 +154,10 @@ FAMILY_LAYERS: Mapping[str, FamilyLayers] = {
     ),
     "gemma2": FamilyLayers(num_norms=4, period=2, unsaid=_GEMMA | {"attn_logit_softcapping": 50.0}),
     "gemma3_text": FamilyLayers(num_norms=4, head_norms="head", period=6, unsaid=_GEMMA),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": replace(
+        _GEMMA4, unsaid={**_GEMMA4.unsaid, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
+    ),
     "glm_moe_dsa": _LATENT,
     "gpt_oss": FamilyLayers(
         has_sinks=True, has_expert_biases=True, period=2, unsaid={"attention_bias": True, "head_dim": 64}
@@ -177,8 +190,15 @@ FAMILY_LAYERS: Mapping[str, FamilyLayers] = {
     "qwen3_next": replace(_DELTA_NET, recurrence="joined_delta_net"),
 }
 """Families by the `model_type` of their descriptions."""
-WITH_TEXT_PART = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-"""Families of which this package loads the part that reads text, and the family of this part."""
+WITH_TEXT_PART = {
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+"""Families whose descriptions have that of the part that reads text in them, and the family of this part."""
+_LOADED_WHOLE = {"gemma4", "gemma4_unified"}
+"""Those of which other parts are loaded, too, and do nothing."""
 
 
 class UnlikeLayers(NamedTuple):
@@ -188,17 +208,21 @@ class UnlikeLayers(NamedTuple):
         parts: Parts of each layer, together.
         kinds: Kind of attention of each.
         has_indexer: Whether each of them chooses keys itself.
-        heads: Heads of attention.
+        heads: Heads of attention of each.
         recurrence: Sizes of each layer that reads by recurrence.
         indexer: Sizes of what chooses keys; None if tokens attend to all.
+        besides: What the model has next to them, besides embeddings of words, head and last norm.
+        prefix: What the names of all of these begin with.
     """
 
     parts: tuple[LayerPart, ...]
     kinds: tuple[AttentionKind, ...]
     has_indexer: tuple[bool, ...]
-    heads: Heads
+    heads: tuple[Heads, ...]
     recurrence: RecurrenceSize
     indexer: IndexerSize | None
+    besides: LayerPart = LayerPart()
+    prefix: str = "model."
 
 
 def usual_names(config: Mapping[str, object]) -> dict[str, object]:
@@ -214,7 +238,9 @@ def usual_names(config: Mapping[str, object]) -> dict[str, object]:
         own = config.get("text_config", config)
         if not isinstance(own, dict):
             raise TypeError(f"text_config is {own}")
-        config = {"tie_word_embeddings": config.get("tie_word_embeddings"), **own}
+        others = {name: value for name, value in config.items() if name.endswith("_config") and name != "text_config"}
+        whole = {**others, "is_part": own is not config} if family in _LOADED_WHOLE else {}
+        config = {"tie_word_embeddings": config.get("tie_word_embeddings"), **own, **whole}
         family = WITH_TEXT_PART[family]
     said = {name: value for name, value in config.items() if value is not None}
     found: dict[str, object] = {**FAMILY_LAYERS[family].unsaid, **said, "model_type": family}
@@ -226,6 +252,11 @@ def usual_names(config: Mapping[str, object]) -> dict[str, object]:
     if "indexer_types" not in found and "index_topk" in found:
         found["indexer_types"] = _indexer_types(Described(found))
     found["layer_types"] = types = _layer_types(family, Described(found))
+    if family in _GEMMAS4:
+        types[-1] = FULL_LAYER
+        found["per_layer_config"] = gemma4_layers.own_settings(Described(found))
+        if not found.get("enable_moe_block"):
+            found["num_experts"] = 0
     return found | ({"num_hidden_layers": len(types)} if types else {})
 
 
@@ -280,11 +311,11 @@ def unlike_layers(config: Mapping[str, object]) -> UnlikeLayers:
     chosen = described.names("indexer_types") if chooses else ["shared"] * len(kinds)
     has_indexer = tuple(one == "full" for one in chosen)
     norms = LayerPart(num_others=row.num_norms * described.count("hidden_size"))
-    attention, parts = _attention_part(described, row), list[LayerPart]()
+    layers, parts = [described.layer(number) for number in range(len(kinds))], list[LayerPart]()
     for layer, kind in enumerate(kinds):
         part = norms
         if kind.has_attention:
-            part = part.joined(attention)
+            part = part.joined(_attention_part(layers[layer], row, layer))
         if kind.is_recurrent:
             part = part.joined(recurrent)
         if has_indexer[layer]:
@@ -293,15 +324,21 @@ def unlike_layers(config: Mapping[str, object]) -> UnlikeLayers:
         if row.has_both_parts or name in SINGLE_TOKEN_LAYERS:
             part = part.joined(_feed_forward_part(described, row, layer, name))
         parts.append(part)
-    heads = latent_heads(described) if row.is_latent else grouped_heads(described)
+    heads = tuple(latent_heads(one) if row.is_latent else grouped_heads(one) for one in layers)
     size = indexer_size(described) if chooses else None
-    return UnlikeLayers((*parts,), kinds, has_indexer, heads, recurrence, size)
+    found = UnlikeLayers((*parts,), kinds, has_indexer, heads, recurrence, size)
+    if family not in _GEMMAS4:
+        return found
+    besides, prefix = gemma4_layers.besides_layers(described), "model." + "language_model." * described.flag("is_part")
+    return found._replace(besides=besides, prefix=prefix)
 
 
-def _attention_part(described: Described, row: FamilyLayers) -> LayerPart:
+def _attention_part(described: Described, row: FamilyLayers, layer: int) -> LayerPart:
     name, out = row.attention
     if row.is_latent:
         return latent_attention(described, name)
+    if described.settings["model_type"] in _GEMMAS4:
+        return gemma4_layers.attention(described, layer, name, out)
     heads = grouped_heads(described)
     has_bias = described.flag("attention_bias") if row.has_bias is None else row.has_bias
     norms = {"": 0, "head": 2, "all": heads.num_heads + heads.num_kv_heads}[row.head_norms] * heads.head_dim
@@ -334,6 +371,11 @@ def _feed_forward_part(described: Described, row: FamilyLayers, layer: int, name
     if described.has("shared_intermediate_size"):
         dense = _dense(described, row, row.feed_forward[0], described.count("shared_intermediate_size"))
         return dense.joined(_experts(described, row)) if experts else dense
+    if described.settings["model_type"] in _GEMMAS4:
+        is_double = described.flag("use_double_wide_mlp") and gemma4_layers.takes_keys(described, layer)
+        dense = _dense(described, row, row.feed_forward[0], _inner_size(described) * (2 if is_double else 1))
+        whole = dense.joined(gemma4_layers.additions(described))
+        return whole.joined(_experts(described, row, has_router=False)) if experts else whole
     return _experts(described, row) if experts else _dense(described, row, row.feed_forward[0], _inner_size(described))
 
 
@@ -366,13 +408,13 @@ def _dense(described: Described, row: FamilyLayers, name: str, inner: int) -> La
     return LayerPart((*linears, Linear(f"{name}.{last}", inner, hidden)), biases, inner_size=inner)
 
 
-def _experts(described: Described, row: FamilyLayers) -> LayerPart:
+def _experts(described: Described, row: FamilyLayers, *, has_router: bool = True) -> LayerPart:
     """Experts with what chooses them, and one through which all tokens go; some work on a projection of tokens."""
     hidden, count, name = described.count("hidden_size"), described.count("num_experts"), row.feed_forward[0]
     width = described.count("moe_intermediate_size", described.count("intermediate_size", 0))
     outer = described.count("moe_latent_size", hidden)
     each = (3 if row.is_gated else 2) * outer * width + (2 * width + outer) * row.has_expert_biases
-    others = count * (each + hidden + row.has_expert_biases)
+    others = count * (each + hidden * has_router + row.has_expert_biases)
     part = LayerPart((), others, count * each, described.count("num_experts_per_tok") * width)
     if outer != hidden:
         pair = Linear(f"{name}.fc1_latent_proj", hidden, outer), Linear(f"{name}.fc2_latent_proj", outer, hidden)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from leaderless.config.models import ModelConfig
 from leaderless.planner import Layout
 from leaderless.planner.graph.judges import questions_per_response
 from leaderless.planner.memory.decoder_size import ModelSize
+from leaderless.planner.memory.layer_parts import Heads
 from leaderless.planner.memory.model import number_bytes
 from leaderless.planner.simulate.network import GIGA, Float, Network
 from leaderless.planner.simulate.rows import Int, SimulatedRows
@@ -84,9 +85,8 @@ class ModelCost:
         size = self.size
         tokens, shared = (lengths.astype(np.float64) for lengths in (rows.tokens, rows.shared_tokens(shards)))
         attention = np.zeros_like(tokens)
-        for most, num_layers in Counter(size.most_keys()).items():
-            pairs = _twice_pairs(tokens, most) - _twice_pairs(shared, most)
-            attention += 2.0 * num_layers * size.query_size * pairs
+        for most, queries in self._by_reach(lambda heads: heads.query_size).items():
+            attention += 2.0 * queries * (_twice_pairs(tokens, most) - _twice_pairs(shared, most))
         if size.indexer is not None:  # it scores all keys, and has no results
             attention += size.num_indexers * size.indexer.num_heads * size.indexer.head_dim * (tokens**2 - shared**2)
         recurrence = size.num_recurrent_layers * size.recurrence.num_operations
@@ -155,13 +155,20 @@ class ModelCost:
         own: Float = (prompts_s + np.maximum(memory_s, compute_s)) / self.layout.ranks_per_shard + self.gather_seconds()
         return own
 
+    def _by_reach(self, sizes: Callable[[Heads], int]) -> Counter[int | None]:
+        """Sizes of the heads of all layers that attend, added up by the most keys to which their tokens attend."""
+        found = Counter[int | None]()
+        for most, heads in zip(self.size.most_keys(), self.size.heads_of_layers(), strict=True):
+            found[most] += sizes(heads)
+        return found
+
     def _read_bytes(self, rows: SimulatedRows) -> Int:
         """[n] bytes of keys, values and states that decoding reads, and of states that it writes."""
         size, width, prompts, responses = self.size, number_bytes(self.config), rows.prompt_tokens, rows.response_tokens
-        each = width * ((self.keeps_latents and size.num_latents) or size.kv_values_per_layer)
+        latents = self.keeps_latents and size.num_latents
         found = responses * (2 * size.state_bytes(width))
-        for most, num_layers in Counter(size.most_keys()).items():
-            found += _keys_read(prompts, responses, most) * (num_layers * each)
+        for most, values in self._by_reach(lambda heads: latents or heads.kv_values).items():
+            found += _keys_read(prompts, responses, most) * (values * width)
         if size.indexer is not None:
             found += _keys_read(prompts, responses, None) * (size.num_indexers * size.indexer.head_dim * width)
         return found
