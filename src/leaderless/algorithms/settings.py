@@ -218,6 +218,9 @@ class DistillationConfig(Section):
     """Treatment of words that the teacher does not give: they are one more word, or none."""
     temperature: float = Field(default=1.0, gt=0)
     """Number that divides the logits of both models."""
+    align: Literal["tokens", "text"] = "tokens"
+    """What is the same for both models: their tokens, or only the text that these stand for, so that the teacher may
+    have another tokenizer."""
     teacher: str = "reference"
     """Role of the teacher; with a `context` it may be the role that is trained."""
     teachers: Mapping[str, str] = {}
@@ -241,6 +244,7 @@ class DistillationConfig(Section):
             ("teachers", bool(self.teachers)),
             ("context", self.context is not None),
             ("server", self.server is not None),
+            ("align=text", self.align == "text"),
         ):
             if is_given and self.top_k is None:
                 raise ValueError(
@@ -251,11 +255,21 @@ class DistillationConfig(Section):
                 f"temperature={self.temperature} needs logits, but a server gives probabilities at 1: set "
                 "tail=renormalize, with which these suffice, or leave it out"
             )
+        if self.server is not None and self.align == "text":
+            raise ValueError(
+                "align=text needs the tokenizer of the teacher, which a server does not give: name a role as teacher, "
+                "or a server whose model has the student's tokenizer"
+            )
         if self.server is not None and (self.teachers or self.teacher != "reference"):
             raise ValueError("server is the teacher of all rows: leave out teacher and teachers")
         if self.teachers and self.teacher != "reference":
             raise ValueError(f"teacher={self.teacher} does nothing where teachers are given: leave one of them out")
         return self
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether teachers have prompts of their own, made from rows."""
+        return self.context is not None or self.align == "text"
 
     @property
     def measured(self) -> Divergence:

@@ -213,7 +213,8 @@ METRICS: dict[str, Metric] = {
         "divergence of the student from the teacher, in nats per token", "a workflow such as `gkd`"
     ),
     "teacher/left_out": Metric(
-        "share of samples without a teacher, whose prompt would be too long", "`algorithm.distillation.context`"
+        "share of samples without a teacher, whose prompt would be too long",
+        "`algorithm.distillation.context` or `align: text`",
     ),
     "<role>/clip_fraction": Metric("share of tokens whose gradient the loss clips"),
     "<role>/expert_entropy": Metric(

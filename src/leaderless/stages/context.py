@@ -105,6 +105,7 @@ class StageContext:
         num_roll_backs: Number of times that the run has rolled back.
         agents: Roles that sample responses: the column `agent` holds places in it.
         models: Models of the node's roles, by the names that the stage declares.
+        tokenizers: Tokenizers of judges, and of teachers that are asked by text, by role.
         episodes: Journal of the episodes of this rank; None if there is none.
         source: Responses or episodes that are finished, where they are generated continuously, or the clients of an
             online run, on ranks that they ask; None elsewhere.
@@ -128,6 +129,7 @@ class StageContext:
     num_roll_backs: int = 0
     agents: Sequence[str] = ()
     models: Mapping[str, ModelRole | ValueEngine] = field(default_factory=dict)
+    tokenizers: Mapping[str, Tokenizer] = field(default_factory=dict)
     episodes: EpisodeJournal | None = None
     source: Generated | Clients | None = None
     clock: Clock = field(default_factory=Clock)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import cast
 
 import torch
@@ -14,6 +15,7 @@ from leaderless.base.values import Json
 from leaderless.config import Recipe, RecipeError
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.prompts.encode import RowEncoder, Tokenizer
+from leaderless.data.prompts.token_text import TokenText
 from leaderless.observability.metrics import Mean
 from leaderless.planner.workflow.columns import TEACHER_LOG_PROBS, TEACHER_SIZES, TEACHER_TOKENS
 from leaderless.stages.context import StageContext
@@ -29,6 +31,7 @@ from leaderless.stages.mini_batches import (
 )
 from leaderless.stages.teacher_server import TeacherServer
 from leaderless.stages.update import check_versions, report_size, with_temperatures
+from leaderless.stages.words_by_text import WordsByText
 from leaderless.training.engine import DistillingEngine, ReadTeacher
 from leaderless.training.micro_batches import MicroBatch, response_lengths
 
@@ -42,16 +45,22 @@ def teach(batch: Batch, context: StageContext) -> Batch:
     """
     config = context.recipe.algorithm.distillation
     assert config.top_k is not None, "the planner runs this node where the teacher gives words"
-    asked, has_teacher = _questions(batch, context)
     lengths = response_lengths(batch.jagged("response_mask"))
     found = torch.full((int(lengths.sum()), 2, config.top_k + 1), -1.0)
+    if config.align == "text":
+        for name, role, is_own in _by_teacher(batch, context):
+            chosen, by_text = _asked_by_text(batch, is_own, name, role, context)
+            found[repeat_per_token(chosen, lengths)] = by_text
+        context.metrics.mean("teacher/aligned", (found[:, 0] >= 0).any(dim=1).sum(), len(found))
+        return batch.with_columns(words_as_columns(Jagged(found, lengths, "response_tokens")))
+    asked, has_teacher = _questions(batch, context)
     if config.server is not None:
         words = TeacherServer(config.server).likeliest_words(
             asked.select(has_teacher), config.top_k, config.temperature
         )
         found[repeat_per_token(has_teacher, lengths)] = words.values
         return batch.with_columns(words_as_columns(Jagged(found, lengths, "response_tokens")))
-    for name, is_own in _by_teacher(batch, context):
+    for name, _, is_own in _by_teacher(batch, context):
         # Ranks ask each teacher together, also about no rows.
         chosen = is_own & has_teacher
         teacher = cast("DistillingEngine", context.language_model(name).train_engine)
@@ -60,12 +69,12 @@ def teach(batch: Batch, context: StageContext) -> Batch:
     return batch.with_columns(words_as_columns(Jagged(found, lengths, "response_tokens")))
 
 
-def _by_teacher(batch: Batch, context: StageContext) -> Iterator[tuple[str, Tensor]]:
-    """The name of each teacher, and which rows are its own, [n] bool."""
+def _by_teacher(batch: Batch, context: StageContext) -> Iterator[tuple[str, str, Tensor]]:
+    """The name of each teacher, its role, and which rows are its own, [n] bool."""
     teachers, data = context.recipe.algorithm.distillation.teachers, context.recipe.data
     if not teachers:
-        ((name, _),) = context.node.node.teachers
-        yield name, torch.ones(len(batch), dtype=torch.bool)
+        ((name, role),) = context.node.node.teachers
+        yield name, role, torch.ones(len(batch), dtype=torch.bool)
         return
     sources = [data.source_of(row) for row in batch.objects("rows") if isinstance(row, Mapping)]
     for source in sources:
@@ -75,7 +84,58 @@ def _by_teacher(batch: Batch, context: StageContext) -> Iterator[tuple[str, Tens
                 f"(algorithm.distillation.teachers: {', '.join(teachers)}): name one, or leave such rows out"
             )
     for name, role in context.node.node.teachers:
-        yield name, torch.tensor([teachers[str(source)] == role for source in sources], dtype=torch.bool)
+        yield name, role, torch.tensor([teachers[str(source)] == role for source in sources], dtype=torch.bool)
+
+
+def _asked_by_text(batch: Batch, is_own: Tensor, name: str, role: str, context: StageContext) -> tuple[Tensor, Tensor]:
+    """Words of a teacher with a tokenizer of its own: which rows have them, [n] bool, and [tokens, 2, k + 1] words."""
+    config, tokenizer = context.recipe.algorithm.distillation, context.tokenizers[role]
+    words = words_by_text(cast("Hashable", context.tokenizer), cast("Hashable", tokenizer), role)
+    prompts, responses, own = list[list[int]](), list[list[int]](), list[list[int]]()
+    teacher, chosen = cast("DistillingEngine", context.language_model(name).train_engine), torch.zeros_like(is_own)
+    rows, tokens = batch.objects("rows"), batch.jagged("tokens").to_lists()
+    for place in is_own.nonzero().flatten().tolist():
+        row = rows[place]
+        assert isinstance(row, Mapping), "no images, and no tasks"
+        prompt, response = teacher_prompt(row, context.recipe, tokenizer), words.read(tokens[place])
+        is_short = config.context is None or len(prompt) <= config.context.max_prompt_tokens
+        if response and is_short and len(prompt) + len(response) <= teacher.micro_batch_tokens:
+            chosen[place] = True
+            prompts.append(prompt)
+            responses.append(response)
+            own.append(tokens[place])
+    context.metrics.mean("teacher/left_out", (is_own & ~chosen).sum(), int(is_own.sum()))
+    asked = Batch(
+        batch.ids[chosen],
+        {
+            "prompt_tokens": Jagged.from_lists(prompts, torch.int64, "prompt_tokens"),
+            "tokens": Jagged.from_lists(responses, torch.int64, "tokens"),
+            "response_mask": Jagged.from_lists([[True] * len(one) for one in responses], torch.bool, "tokens"),
+        },
+    )
+    assert config.top_k is not None
+    found = teacher.likeliest_words(asked, config.top_k, config.temperature)
+    parts = torch.split(found.values, found.lengths.tolist())
+    turned = [words.words(*one) for one in zip(own, responses, parts, strict=True)]
+    return chosen, torch.cat([torch.empty(0, 2, config.top_k + 1), *turned])
+
+
+@lru_cache(maxsize=8)
+def words_by_text(student: Hashable, teacher: Hashable, role: str) -> WordsByText:
+    """What turns words of a teacher into those of its student; the role is for errors.
+
+    Raises:
+        RecipeError: The bytes of the tokens of one of them are not known.
+    """
+    tokenizers = cast("Tokenizer", student), cast("Tokenizer", teacher)
+    for tokenizer, name in zip(tokenizers, ("the policy", f"role '{role}'"), strict=True):
+        if not TokenText(tokenizer).is_known():
+            raise RecipeError.at(
+                "algorithm.distillation.align",
+                f"is text, but it is not known which text the tokens of {name} stand for: choose a model with a "
+                "tokenizer of bytes or SentencePiece pieces, or one with the student's tokenizer and align: tokens",
+            )
+    return WordsByText(*tokenizers)
 
 
 def _questions(batch: Batch, context: StageContext) -> tuple[Batch, Tensor]:
@@ -95,16 +155,17 @@ def _questions(batch: Batch, context: StageContext) -> tuple[Batch, Tensor]:
 
 
 def teacher_prompt(row: Mapping[str, Json], recipe: Recipe, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of the prompt that a teacher with a context reads in place of the one of a row.
+    """The tokens of the prompt that a teacher with a context, or with a tokenizer, of its own reads for a row.
 
     Raises:
         RecipeError: The template cannot be filled, as the row lacks a column or it is null.
     """
     config, data, key = recipe.algorithm.distillation.context, recipe.data.train_set_of(row), "data.train"
-    assert config is not None
     plain = data.model_copy(update={"template": "plain"}) if "{" in data.template else data
     encoder, place = RowEncoder(tokenizer, data, key), f"row {str(row)[:80]}"
     own = dict(row)
+    if config is None:
+        return encoder.encode(own, place).prompt
     shown: Json = encoder.prompt_of(own, place, 0) if plain is not data else encoder.value_of(own, data.prompt, place)
     messages = list(shown) if isinstance(shown, list) else []
     last = messages[-1] if messages else None

@@ -295,6 +295,7 @@ class Chain:
             run_directory=parts.directory,
             episodes=parts.episodes,
             tokenizer=parts.roles.tokenizer,
+            tokenizers=parts.roles.tokenizers,
             model=models.get(main) if main else None,
             models=models,
             grade=partial(self._grade, parts.judging.grader(node)),

@@ -36,6 +36,9 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids."""
 
+    def get_vocab(self) -> dict[str, int]:
+        """All tokens, as the vocabulary writes them, and their ids."""
+
     def get_added_vocab(self) -> dict[str, int]:
         """Tokens that are not split and do not merge with others, and their ids."""
 

@@ -80,6 +80,6 @@ def check_vocabulary(num_embeddings: int, tokenizer: Tokenizer, role: str) -> No
     if len(tokenizer) > num_embeddings:
         raise RecipeError.at(
             f"models.{role}",
-            f"has embeddings for {num_embeddings} tokens, but the policy's tokenizer has {len(tokenizer)}: "
-            "all roles must share one tokenizer",
+            f"has embeddings for {num_embeddings} tokens, but the tokenizer has {len(tokenizer)}: all roles must share "
+            "one tokenizer",
         )

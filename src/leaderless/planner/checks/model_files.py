@@ -170,9 +170,15 @@ def check_scorer(recipe: Recipe, role: str, family: str) -> None:
 
 
 def check_vocabularies(draft: Draft) -> None:
-    """The roles of a node, those that it uses and those that sampled its rows, work with the same token ids."""
+    """The roles of a node, those that it uses and those that sampled its rows, work with the same token ids.
+
+    Teachers that are asked by text may have others.
+    """
     known: dict[str, dict[str, int]] = {}
     for node in draft.nodes:
+        is_taught = node.node.run == "teach"
+        if is_taught and draft.recipe.algorithm.distillation.align == "text":
+            continue
         used = [role for role, use in node.uses if use != "judge"]  # judges read text
         roles = list(dict.fromkeys([*used, *(node.node.agents if used else ())]))
         for first, second in combinations(roles, 2):
@@ -189,7 +195,7 @@ def check_vocabularies(draft: Draft) -> None:
                     f"models.{second}",
                     f"node '{node.name}' uses role '{first}' ({mine.path}) and role '{second}' ({others.path}), which "
                     f"have different vocabularies: they differ in the id of {token!r}; all roles of a node need one "
-                    "tokenizer",
+                    f"tokenizer{', unless algorithm.distillation.align is text' if is_taught else ''}",
                 )
 
 

@@ -61,6 +61,13 @@ def check_teachers(recipe: Recipe, workflow: Workflow) -> None:
                 f"is '{role}', which is trained: a student that imitates itself learns nothing; name the role of "
                 "another model, as reference, or give the teacher a context",
             )
+    if config.align == "text" and (recipe.has_images or recipe.task_section):
+        raise RecipeError.at(
+            f"{KEY}.align",
+            f"is text, for which the teacher's prompts are made of rows, but here "
+            f"{'they have images' if recipe.has_images else 'episodes write them'}: use a teacher with the student's "
+            "tokenizer, and leave it out",
+        )
     if config.context is not None:
         _check_context(recipe, config.context)
 

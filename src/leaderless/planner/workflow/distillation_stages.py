@@ -32,11 +32,16 @@ def teacher_name(role: str) -> str:
 
 def _teach_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     config = recipe.algorithm.distillation
-    return [*SEQUENCE, *["rows"] * (bool(config.teachers) or config.context is not None)]
+    return [*SEQUENCE, *["rows"] * (bool(config.teachers) or config.reads_rows)]
 
 
 def _teach_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[str]:  # noqa: ARG001
     return _given(recipe)
+
+
+def _teach_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+    config = recipe.algorithm.distillation
+    return [*["teacher/left_out"] * config.reads_rows, *["teacher/aligned"] * (config.align == "text")]
 
 
 def _check_teach(recipe: Recipe, node: Node) -> None:  # noqa: ARG001
@@ -76,7 +81,7 @@ DISTILLATION_STAGES: dict[str, StageSpec] = {
         "leaderless.stages.distillation:teach",
         reads=_teach_reads,
         writes=_teach_writes,
-        metrics=lambda recipe, _: ["teacher/left_out"] * (recipe.algorithm.distillation.context is not None),
+        metrics=_teach_metrics,
         asks_teachers=lambda recipe: recipe.algorithm.distillation.top_k is not None,
         streams=True,
         check=_check_teach,

@@ -26,7 +26,7 @@ from leaderless.distributed.weights.stream import Probe, fill_weights, send_weig
 from leaderless.environments.tools.sources import close_tools
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm
 from leaderless.models.decoder import reserved_tokens
-from leaderless.models.loading.tokenizer import check_vocabulary, load_chat_tokenizer
+from leaderless.models.loading.tokenizer import check_vocabulary, load_chat_tokenizer, load_tokenizer
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights, answering, trained_instance, trains_reward_model
 from leaderless.planner.checks.model_files import players_of
@@ -81,7 +81,7 @@ class Roles:
         engines: Instances, by role and ranks.
         seconds: Seconds in which they were made at the start.
         tokenizer: Tokenizer of the policy.
-        tokenizers: Tokenizers of judges, by role.
+        tokenizers: Tokenizers of judges, and of teachers that are asked by text, by role.
         memory: Bounds of memory that all ranks have agreed on.
     """
 
@@ -162,16 +162,20 @@ class Roles:
         return engine
 
     def _recipe_of(self, instance: RoleInstance) -> Recipe:
-        """The recipe as an instance has to follow it; the tokenizer of a judge is loaded."""
-        role = instance.role
-        if not instance.is_judge:
-            return self._recipe.as_seen_by(role)
-        recipe = as_judged(self._recipe, role)
-        if role not in self.tokenizers:
+        """The recipe as an instance has to follow it; a tokenizer of its own is loaded."""
+        role, load = instance.role, load_chat_tokenizer if instance.is_judge else load_tokenizer
+        recipe = as_judged(self._recipe, role) if instance.is_judge else self._recipe.as_seen_by(role)
+        if (instance.is_judge or role in self._asked_by_text) and role not in self.tokenizers:
             config = recipe.model_of(role)
             assert config is not None, "checked by the planner"
-            self.tokenizers[role] = load_chat_tokenizer(config, role)
+            self.tokenizers[role] = load(config, role)
         return recipe
+
+    @property
+    def _asked_by_text(self) -> set[str]:
+        """Teachers whose words are known by their text."""
+        teachers = {role for node in self._plan.nodes for _, role in node.node.teachers}
+        return teachers if self._recipe.algorithm.distillation.align == "text" else set()
 
     def _add(self, instance: RoleInstance, trainer: Trainable | None = None) -> None:
         """Make an instance, with a trainer that is there already or with a new one."""
