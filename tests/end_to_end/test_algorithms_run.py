@@ -19,6 +19,7 @@ from tests.unit.algorithms.overlay import with_new_files
 
 from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.algorithms.losses import POLICY_LOSSES
+from leaderless.models.loading.tiny import write_tiny_model
 from leaderless.planner.graph.column_flow import ColumnFlow
 from leaderless.planner.workflow import load_recipe, resolve_workflow
 from leaderless.planner.workflow.metrics import metrics_of
@@ -64,6 +65,7 @@ CASES: dict[str, dict[str, object]] = {
         "workflow": "gkd",
         "algorithm.distillation": {"top_k": 7, "divergence": "jensen_shannon", "beta": 0.3, "temperature": 1.5},
     },
+    "gkd by text": {"workflow": "gkd", "algorithm.distillation": {"top_k": 7, "align": "text"}},
     "gkd of itself": {
         "workflow": "gkd",
         "algorithm.distillation": {
@@ -86,7 +88,15 @@ SETTINGS: dict[str, object] = {
 OVER_RANKS = (
     *("cpgd", "reinforce_pp", "remax", "distillation", "rejection", "custom"),
     *("clip_cov loss", "kl_cov loss", "dppo loss", "m2po loss", "gpg advantage", "baseline"),
-    *("adaptive kl", "token mean with entropy", "masked correction", "gkd", "gkd of given words", "gkd of itself"),
+    *(
+        "adaptive kl",
+        "token mean with entropy",
+        "masked correction",
+        "gkd",
+        "gkd of given words",
+        "gkd by text",
+        "gkd of itself",
+    ),
 )
 """Algorithms that need numbers of all samples of a step, or columns of their own; the others add up what each sample
 or each group gives, and groups are whole on a rank. GDPO is in test_features_on_ranks.py, with several rewards."""
@@ -128,10 +138,18 @@ def run(
     changes = SETTINGS | {"batch.micro_batch_tokens": micro_batch_tokens} | CASES[case]
     if case in TAUGHT:
         changes = {**changes, "models.reference": tiny_model("qwen3")}
+    if case == "gkd by text":
+        changes = {**changes, "models.reference": model_of_words(folder / "words")}
     recipe = write_recipe(folder, tiny_model(num_layers=1), changes)
     steps = ranks.run(world_size, walk_steps, str(recipe), f"on-{world_size}", num_steps, init_group=False)
     assert names_in(merged(steps, num_steps - 1)["numbers"]) == reported_by(recipe)
     return steps
+
+
+def model_of_words(folder: Path) -> str:
+    """A model whose tokenizer has the same digits as the student's in another order, and pairs of them as words."""
+    pairs = [f"{one}{other}" for one in "0123456789" for other in "02468"]
+    return str(write_tiny_model(folder, ["+", "=", *"9876543210"], words=pairs, num_layers=1, seed=3))
 
 
 def names_in(numbers: Mapping[str, float]) -> set[str]:

@@ -113,7 +113,8 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     (tmp_path / "singles.jsonl").write_text("".join(json.dumps(row | {"good": True}) + "\n" for row in rows))
     preferences = ["layout={}", "evaluation.every_steps=0", "data.max_response_tokens=8"]
     shown = {"template": "{prompt}{answer}", "max_prompt_tokens": 12}
-    taught = {"divergence": "jensen_shannon", "beta": 0.3, "top_k": 3, "teacher": "policy", "context": shown}
+    taught = {"divergence": "jensen_shannon", "beta": 0.3, "top_k": 3, "teacher": "policy", "align": "text"}
+    taught["context"] = shown
     commands = [
         [
             "train",

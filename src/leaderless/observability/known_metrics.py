@@ -216,6 +216,10 @@ METRICS: dict[str, Metric] = {
         "share of samples without a teacher, whose prompt would be too long",
         "`algorithm.distillation.context` or `align: text`",
     ),
+    "teacher/aligned": Metric(
+        "share of sampled tokens at which a teacher with another tokenizer gives words",
+        "`algorithm.distillation.align: text`",
+    ),
     "<role>/clip_fraction": Metric("share of tokens whose gradient the loss clips"),
     "<role>/expert_entropy": Metric(
         "entropy of the loads of experts where tokens are sampled, from 0 to 1 for equal loads; the mean over layers",

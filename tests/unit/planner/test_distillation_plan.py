@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,12 @@ REFUSED: dict[str, tuple[dict[str, object], dict[str, object], str, str]] = {
         "algorithm.distillation.teachers.art",
         "is no dataset",
     ),
+    "episodes": (
+        {"top_k": 3, "align": "text"},
+        {"environment": {"type": "calculator"}, "reward": {}, "data": {"train": {"path": "a.jsonl"}}},
+        "algorithm.distillation.align",
+        "but here episodes write them",
+    ),
     "a long context": (
         {"top_k": 3, "context": CONTEXT | {"max_prompt_tokens": 100_000}},
         {},
@@ -132,6 +139,8 @@ def test_what_cannot_be_is_refused_with_the_remedy(case: str, tmp_path: Path) ->
         ({"teachers": {"math": "reference"}}, "teachers needs words that teachers give"),
         ({"top_k": 3, "context": {"template": "{prompt}"}}, "names no column besides the prompt"),
         ({"top_k": 3, "teachers": {"a": "b"}, "teacher": "c"}, "teacher=c does nothing"),
+        ({"align": "text"}, "align=text needs words that teachers give"),
+        ({"top_k": 3, "align": "text", "server": SERVER}, "align=text needs the tokenizer of the teacher"),
     ],
 )
 def test_settings_that_would_do_nothing_are_refused(settings: dict[str, object], words: str, tmp_path: Path) -> None:
@@ -150,3 +159,15 @@ def test_all_words_can_only_be_compared_of_vocabularies_of_one_size(tmp_path: Pa
         "likeliest words"
     )
     assert plan(tmp_path, models=models, distillation={"top_k": 64}).nodes
+
+
+def test_a_teacher_with_another_tokenizer_is_asked_by_text(tmp_path: Path) -> None:
+    models = dict[str, str]()
+    for role, word in (("policy", "a"), ("reference", "b")):
+        models[role] = write_model(tmp_path / role, vocab_size=5000)
+        vocabulary = {"model": {"vocab": {"<end>": 0, word: 1}}}
+        (tmp_path / role / "tokenizer.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"differ in the id of 'a'.*unless algorithm.distillation.align is text"):
+        plan(tmp_path, models=models, distillation={"top_k": 4})
+    found = plan(tmp_path, models=models, distillation={"top_k": 4, "align": "text"})
+    assert "rows" in found["teacher"].reads

@@ -11,6 +11,9 @@ import torch
 from tests.engines import ALONE
 from tests.tiny import tiny_model
 from tests.unit.recipes import make_recipe
+from tokenizers import Tokenizer as Core
+from tokenizers import models
+from transformers import PreTrainedTokenizerFast
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.models import ModelConfig
@@ -27,6 +30,8 @@ MASKS = [[True, False, True], [True], [True, True]]
 class Teacher:
     """A teacher that finds one word likely, and remembers what it was asked."""
 
+    micro_batch_tokens = 64
+
     def __init__(self, word: int) -> None:
         self.word, self.asked = word, list[tuple[int, list[int]]]()
 
@@ -39,11 +44,11 @@ class Teacher:
         return Jagged(found, lengths, "response_tokens")
 
 
-def samples(rows: list[dict[str, object]]) -> Batch:
+def samples(rows: list[dict[str, object]], masks: list[list[bool]] = MASKS) -> Batch:
     columns = {
         "prompt_tokens": Jagged.from_lists([[1], [2, 2], [3]], torch.int64, "prompt_tokens"),
         "tokens": Jagged.from_lists(TOKENS, torch.int64, "tokens"),
-        "response_mask": Jagged.from_lists(MASKS, torch.bool, "tokens"),
+        "response_mask": Jagged.from_lists(masks, torch.bool, "tokens"),
         "rows": tuple(rows),
     }
     return Batch(torch.tensor([4, 2, 9]), columns)  # type: ignore[arg-type]
@@ -57,6 +62,7 @@ def context_of(recipe: Recipe, teachers: dict[str, Teacher]) -> StageContext:
     tokenizer = load_tokenizer(ModelConfig(path=tiny_model()), "policy")
     find: Callable[[str], Any] = models.__getitem__
     given = {"recipe": recipe, "node": node, "language_model": find, "tokenizer": tokenizer, "metrics": Metrics()}
+    given["tokenizers"] = dict.fromkeys(teachers, tokenizer)
     return cast("StageContext", SimpleNamespace(**given))
 
 
@@ -99,6 +105,44 @@ def test_a_teacher_with_a_context_reads_another_prompt_before_the_same_response(
     assert found.jagged("teacher_sizes").to_lists() == [[1, 1], [0], [1, 1]]
     assert context.metrics.reduce(ALONE)["teacher/left_out"] == pytest.approx(1 / 3)
     assert found.jagged("prompt_tokens") is batch.jagged("prompt_tokens"), "the student's prompts stay"
+
+
+ALL_SAMPLED = [[True] * len(row) for row in TOKENS]
+ASKED: list[dict[str, object]] = [{"question": one, "answer": "2", "data_source": "x"} for one in ("1+1=", "2", "3+3=")]
+
+
+def test_by_text_a_teacher_with_the_same_tokenizer_says_the_same() -> None:
+    found = dict[str, Batch]()
+    teachers = dict[str, Teacher]()
+    for align in ("tokens", "text"):
+        teachers[align] = Teacher(30)
+        context = context_of(recipe_of(teacher="solver", align=align), {"solver": teachers[align]})
+        found[align] = teach(samples(ASKED, ALL_SAMPLED), context)
+    for name in ("teacher_tokens", "teacher_sizes", "teacher_log_probs"):
+        given, expected = (found[align].jagged(name).to_lists() for align in ("text", "tokens"))
+        assert [pytest.approx(row) for row in expected] == given
+    encode = context.tokenizer.encode
+    prompts = [(number, encode(str(row["question"]))) for number, row in zip([4, 2, 9], ASKED, strict=True)]
+    assert teachers["text"].asked == prompts, "made of rows, by its own tokenizer"
+    assert context.metrics.reduce(ALONE) == {"teacher/left_out": 0.0, "teacher/aligned": 1.0}
+
+
+def test_by_text_rows_that_a_teacher_cannot_read_whole_have_none() -> None:
+    teacher = Teacher(30)
+    teacher.micro_batch_tokens = 4
+    context = context_of(recipe_of(teacher="solver", align="text"), {"solver": teacher})
+    found = teach(samples(ASKED, ALL_SAMPLED), context)
+    assert [number for number, _ in teacher.asked] == [2]
+    assert found.jagged("teacher_sizes").to_lists() == [[0, 0, 0], [1], [0, 0]]
+    assert context.metrics.reduce(ALONE) == pytest.approx({"teacher/left_out": 2 / 3, "teacher/aligned": 1 / 6})
+
+
+def test_by_text_a_tokenizer_whose_tokens_are_unknown_is_refused() -> None:
+    context = context_of(recipe_of(teacher="solver", align="text"), {"solver": Teacher(30)})
+    core = Core(models.WordPiece({"<end>": 0, "?": 1, "a": 2, "##b": 3}, unk_token="?"))
+    context.tokenizers["solver"] = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")  # type: ignore[index]
+    with pytest.raises(RecipeError, match="not known which text the tokens of role 'solver' stand for"):
+        teach(samples(ASKED, ALL_SAMPLED), context)
 
 
 @pytest.mark.parametrize(

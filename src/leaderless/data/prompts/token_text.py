@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import islice
 
 from tokenizers import pre_tokenizers
 
 from leaderless.data.prompts.encode import Tokenizer
 
 PROBE = "Tom has 34 apples,\nand (5 + 7) naïve cafés."
-"""A text that every tokenizer splits into several words."""
+"""A text of words, digits and accents."""
 _BLANK, _BYTE = "▁", re.compile(r"<0x([0-9A-F]{2})>")
 """What SentencePiece writes for a blank, and for a byte that is no character."""
 
@@ -79,9 +80,13 @@ class TokenText:
         return found
 
     def is_known(self) -> bool:
-        """Whether the bytes of its tokens are those of what they are made from."""
-        text = PROBE.encode()
-        return b"".join(self.pieces(self.encode(PROBE), text)) == text
+        """Whether the bytes of its tokens are those of the texts that it makes tokens of."""
+        ascii_words = (text.decode() for text in self._bytes.values() if text.isascii())
+        return any(self._reads(text) for text in (PROBE, "".join(islice(filter(str.isprintable, ascii_words), 100))))
+
+    def _reads(self, text: str) -> bool:
+        whole = text.encode()
+        return bool(whole) and b"".join(self.pieces(self.encode(text), whole)) == whole
 
 
 def _symbols() -> dict[str, int]:
