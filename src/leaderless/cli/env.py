@@ -37,6 +37,13 @@ from leaderless.run.settings import recipe_path
 if TYPE_CHECKING:
     from leaderless.run.episodes import RunEpisodes
 
+EpisodesOf = Annotated[
+    Path, typer.Argument(metavar="RUN|FILE", help="The folder of a run, or a file of its folder `episodes`.")
+]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Settings as section.key=value, on top of the run's.")]
+OfStep = Annotated[int | None, typer.Option(help="Only the episodes of this step.")]
+OfNumber = Annotated[int | None, typer.Option(help="Only the episode of this number.")]
+"""Arguments of commands that take the episodes of a run."""
 MAX_RESPONSE_TOKENS = 512
 """Length of a model's message if no recipe says it."""
 MAX_SHOWN = 10
@@ -225,14 +232,10 @@ class _Screen(Audience):
 
 @env.command("replay")
 def replay_episodes(
-    target: Annotated[
-        Path, typer.Argument(metavar="RUN|FILE", help="The folder of a run, or a file of its folder `episodes`.")
-    ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings as section.key=value, on top of the run's.")
-    ] = None,
-    step: Annotated[int | None, typer.Option(help="Only the episodes of this step.")] = None,
-    episode: Annotated[int | None, typer.Option(help="Only the episode of this number.")] = None,
+    target: EpisodesOf,
+    overrides: Overrides = None,
+    step: OfStep = None,
+    episode: OfNumber = None,
     evaluation: Annotated[bool, typer.Option("--evaluation", help="Episodes of evaluations, not of training.")] = False,
     from_journal: Annotated[
         bool,

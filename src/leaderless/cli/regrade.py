@@ -13,7 +13,7 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
-from leaderless.cli.env import chosen_steps
+from leaderless.cli.env import EpisodesOf, OfNumber, OfStep, Overrides, chosen_steps
 from leaderless.cli.options import cut
 from leaderless.config import RecipeError
 from leaderless.observability.console import console, print_line
@@ -28,14 +28,10 @@ MAX_CELL_CHARACTERS = 60
 
 
 def regrade_episodes(
-    target: Annotated[
-        Path, typer.Argument(metavar="RUN|FILE", help="The folder of a run, or a file of its folder `episodes`.")
-    ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings as section.key=value, on top of the run's.")
-    ] = None,
-    step: Annotated[int | None, typer.Option(help="Only the episodes of this step.")] = None,
-    episode: Annotated[int | None, typer.Option(help="Only the episode of this number.")] = None,
+    target: EpisodesOf,
+    overrides: Overrides = None,
+    step: OfStep = None,
+    episode: OfNumber = None,
     reward: Annotated[
         list[str] | None,
         typer.Option(

@@ -16,8 +16,7 @@ from leaderless.base.values import Json
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.guarded_environment import GuardedEnvironment, messages_of
 from leaderless.environments.protocol import Message, Task
-from leaderless.environments.tools.calls import Call, CallResult, Tool, ToolCalls, result_messages
-from leaderless.environments.tools.formats import read_call
+from leaderless.environments.tools.calls import Call, CallResult, Tool, ToolCalls, read_call, result_messages
 from leaderless.environments.tools.toolbox import Toolbox
 from leaderless.environments.user_functions import call_user
 

@@ -16,6 +16,9 @@ Refusal = Literal["malformed", "unknown_tool", "wrong_arguments", "tool_error", 
 refused it with a `ToolError`, or has failed."""
 MISTAKES: frozenset[Refusal] = frozenset({"malformed", "unknown_tool", "wrong_arguments"})
 """Refusals that are the policy's own failures."""
+DECODER = json.JSONDecoder(strict=False)
+"""Reads JSON in which texts may have line breaks, a common slip."""
+_SHOWN = 80
 
 
 class WrongArgumentsError(ValueError):
@@ -37,6 +40,40 @@ class Call:
     arguments: Mapping[str, Json] = field(default_factory=dict)
     problem: str = ""
     is_text: bool = False
+
+
+def read_call(value: object) -> Call:
+    """A call that is written as a JSON object."""
+    if not isinstance(value, dict):
+        return unread(f"a call must be a JSON object with 'name' and 'arguments', not {shown(json.dumps(value))}")
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        return unread(f"a call lacks 'name', the name of a tool: {shown(json.dumps(value, ensure_ascii=False))}")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # OpenAI's API has them so
+        try:
+            arguments = DECODER.decode(arguments)
+        except (ValueError, RecursionError) as error:
+            return Call(name, problem=f"arguments must be a JSON object ({reason_of(error)}): {shown(arguments)}")
+    if not isinstance(arguments, dict):
+        return Call(name, problem=f"arguments must be a JSON object, not {shown(json.dumps(arguments))}")
+    return Call(name, arguments)
+
+
+def unread(problem: str) -> Call:
+    """A call that cannot be read."""
+    return Call("", problem=problem)
+
+
+def reason_of(error: Exception) -> str:
+    """Why a text is no JSON."""
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def shown(text: str) -> str:
+    """A text as errors quote it."""
+    text = text.strip()
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def typed_arguments(call: Call, parameters: Json) -> Mapping[str, Json]:

@@ -6,7 +6,6 @@ which is answered: it is the policy's to learn from.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,7 +15,17 @@ from leaderless.base.values import Json
 from leaderless.config import RecipeError
 from leaderless.config.environment import FORMAT_KEY, TOOL_FORMATS, custom_reader
 from leaderless.environments.protocol import Message
-from leaderless.environments.tools.calls import Call, CallResult, ToolCalls, result_messages
+from leaderless.environments.tools.calls import (
+    DECODER,
+    Call,
+    CallResult,
+    ToolCalls,
+    read_call,
+    reason_of,
+    result_messages,
+    shown,
+    unread,
+)
 from leaderless.environments.tools.response_template import TemplateReader, reader_of_template
 
 if TYPE_CHECKING:
@@ -28,8 +37,6 @@ Reader = Callable[[str], ToolCalls]
 _END = re.compile(r"(?:<\|(?!python_tag)\w+\|>|</s>)$")
 """Tokens that end a message, such as `<|im_end|>`."""
 _END_OF_THINK = "</think>"
-_DECODER = json.JSONDecoder(strict=False)  # line breaks within texts are a common slip
-_SHOWN = 80
 
 
 def read_hermes(text: str) -> ToolCalls:
@@ -42,7 +49,7 @@ def read_hermes(text: str) -> ToolCalls:
             content.append(part)
             continue
         content.append(after)
-        calls.append(_read_json(body) if end else _problem(f"<tool_call> is not closed by </tool_call>: {_cut(part)}"))
+        calls.append(_read_json(body) if end else unread(f"<tool_call> is not closed by </tool_call>: {shown(part)}"))
     return _calls(thought, content, calls)
 
 
@@ -58,14 +65,14 @@ def read_llama(text: str) -> ToolCalls:
     rest = body.strip()
     while rest:
         try:
-            value, end = _DECODER.raw_decode(rest)
+            value, end = DECODER.raw_decode(rest)
         except (ValueError, RecursionError) as error:
-            calls.append(_problem(f"a call must be a JSON object ({_reason(error)}): {_cut(rest)}"))
+            calls.append(unread(f"a call must be a JSON object ({reason_of(error)}): {shown(rest)}"))
             break
         calls.append(read_call(value))
         rest = rest[end:].lstrip()
         if rest and not rest.startswith(";"):
-            calls.append(_problem(f"`;` must separate calls, and nothing may follow the last: {_cut(rest)}"))
+            calls.append(unread(f"`;` must separate calls, and nothing may follow the last: {shown(rest)}"))
             break
         rest = rest[1:].lstrip()
     return _calls(thought, [content], calls)
@@ -87,9 +94,9 @@ def read_qwen3_coder(text: str) -> ToolCalls:
         stop = text.find(end, found.end())
         place = len(text) if stop < 0 else stop + len(end)
         if not is_function:
-            calls.append(_problem(f"<tool_call> must be followed by <function=NAME>: {_cut(text[found.start() :])}"))
+            calls.append(unread(f"<tool_call> must be followed by <function=NAME>: {shown(text[found.start() :])}"))
         elif stop < 0:
-            calls.append(_problem(f"<function=NAME> is not closed by </function>: {_cut(text[found.start() :])}"))
+            calls.append(unread(f"<function=NAME> is not closed by </function>: {shown(text[found.start() :])}"))
         else:
             calls.append(_read_xml(text[found.end() : stop]))
         closing = re.compile(r"\s*</tool_call>").match(text, place)
@@ -107,9 +114,9 @@ def read_mistral(text: str) -> ToolCalls:
         body = part.strip()
         named = re.match(r"([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)", body)
         try:
-            value = _DECODER.decode(body[named.end() :] if named else body)
+            value = DECODER.decode(body[named.end() :] if named else body)
         except (ValueError, RecursionError) as error:
-            calls.append(_problem(f"[TOOL_CALLS] must be followed by a JSON list ({_reason(error)}): {_cut(part)}"))
+            calls.append(unread(f"[TOOL_CALLS] must be followed by a JSON list ({reason_of(error)}): {shown(part)}"))
             continue
         if named:
             value = {"name": named.group(1), "arguments": value}
@@ -150,56 +157,27 @@ def _calls(thought: str, content: list[str], calls: list[Call]) -> ToolCalls:
 
 def _read_json(body: str) -> Call:
     try:
-        return read_call(_DECODER.decode(body.strip()))
+        return read_call(DECODER.decode(body.strip()))
     except (ValueError, RecursionError) as error:
-        return _problem(f"a call must be a JSON object ({_reason(error)}): {_cut(body)}")
-
-
-def read_call(value: object) -> Call:
-    """A call that is written as a JSON object."""
-    if not isinstance(value, dict):
-        return _problem(f"a call must be a JSON object with 'name' and 'arguments', not {_cut(json.dumps(value))}")
-    name = value.get("name")
-    if not isinstance(name, str) or not name:
-        return _problem(f"a call lacks 'name', the name of a tool: {_cut(json.dumps(value, ensure_ascii=False))}")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # OpenAI's API has them so
-        try:
-            arguments = _DECODER.decode(arguments)
-        except (ValueError, RecursionError) as error:
-            return Call(name, problem=f"arguments must be a JSON object ({_reason(error)}): {_cut(arguments)}")
-    if not isinstance(arguments, dict):
-        return Call(name, problem=f"arguments must be a JSON object, not {_cut(json.dumps(arguments))}")
-    return Call(name, arguments)
+        return unread(f"a call must be a JSON object ({reason_of(error)}): {shown(body)}")
 
 
 def _read_xml(body: str) -> Call:
     """A call that is written as `NAME><parameter=NAME>VALUE</parameter>`."""
     name, mark, rest = body.partition(">")
     if not mark or not name.strip() or "<" in name:
-        return _problem(f"<function=NAME> must have a name: {_cut(body)}")
+        return unread(f"<function=NAME> must have a name: {shown(body)}")
     arguments: dict[str, Json] = {}
     for key, value in re.findall(r"<parameter=([^>\n]+)>(.*?)</parameter>", rest, re.DOTALL):
         arguments[key.strip()] = value.removeprefix("\n").removesuffix("\n")
     left = re.sub(r"<parameter=[^>\n]+>.*?</parameter>", "", rest, flags=re.DOTALL).strip()
     if left:
         return Call(
-            name.strip(), arguments, f"arguments must be written as <parameter=NAME>VALUE</parameter>, not {_cut(left)}"
+            name.strip(),
+            arguments,
+            f"arguments must be written as <parameter=NAME>VALUE</parameter>, not {shown(left)}",
         )
     return Call(name.strip(), arguments, is_text=True)
-
-
-def _problem(text: str) -> Call:
-    return Call("", problem=text)
-
-
-def _reason(error: Exception) -> str:
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
-
-
-def _cut(text: str) -> str:
-    text = text.strip()
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 _QUESTION: Message = {"role": "user", "content": "What is it?"}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 
 from leaderless.base.values import Json
 from leaderless.data.prompts.encode import Tokenizer
-from leaderless.environments.tools.calls import Call, ToolCalls
+from leaderless.environments.tools.calls import Call, ToolCalls, read_call
 
 CALLS = "tool_calls"
 """Field of parsed messages that has the calls."""
@@ -86,16 +85,7 @@ def _flat(value: Json) -> list[Json]:
 
 
 def _call(value: Json) -> Call:
-    function = value.get("function", value) if isinstance(value, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
-        return Call("", problem=f"a call lacks 'name', the name of a tool: {json.dumps(value)[:_SHOWN]}")
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            return Call(name, problem=f"arguments must be a JSON object ({error}): {str(arguments)[:_SHOWN]}")
-    if not isinstance(arguments, Mapping):
-        return Call(name, problem=f"arguments must be a JSON object, not {json.dumps(arguments)[:_SHOWN]}")
-    return Call(name, arguments)
+    function = value.get("function", value) if isinstance(value, Mapping) else value
+    if isinstance(function, Mapping):  # some templates have null in the place of no arguments
+        return read_call({name: one for name, one in function.items() if one is not None})
+    return read_call(function)
