@@ -7,7 +7,7 @@ TEST_WORKERS ?= 3
 KILLS ?= 200
 OLDEST := $(shell sed -n "s/^ *\"\(torch\|transformers\)>=\([0-9.]*\).*/'\1==\2.*'/p" pyproject.toml)
 
-.PHONY: quickstart quickstart-real quickstart-robot test test-thorough test-oldest test-vllm test-bodies test-clusters test-loggers test-nixl test-tinker test-kernels test-real gpu-smoke gpu-retry gpu-measure gpu-wheels gpu-replica chaos lint format docs clean
+.PHONY: quickstart quickstart-real quickstart-robot test test-thorough test-oldest test-vllm test-bodies test-clusters test-loggers test-nixl test-tinker test-evals test-kernels test-real gpu-smoke gpu-retry gpu-measure gpu-wheels gpu-replica chaos lint format docs clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.installed
@@ -103,6 +103,25 @@ test-tinker: .venv-tinker/.installed
 	.venv-tinker/bin/python -m pip install --quiet --editable .[test,tinker]
 	touch $@
 
+# Tasks of lm-eval, inspect-ai and lighteval with a served model, tiny or of the folder MODEL. lighteval is alone in its
+# environment, as it needs other versions of what this package needs; when it starts, it fetches a file for a task that is
+# not run here, unless there is one. Minutes.
+test-evals: .venv-evals/.installed .venv-lighteval/.installed
+	$(if $(MODEL),LEADERLESS_EVAL_MODEL='$(abspath $(MODEL))') LEADERLESS_LIGHTEVAL_PYTHON=$(CURDIR)/.venv-lighteval/bin/python \
+		.venv-evals/bin/python -m pytest tests/evaluators_in_use
+
+.venv-evals/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-evals
+	.venv-evals/bin/python -m pip install --quiet --editable .[lm-eval,serve] 'inspect-ai==0.3.*' openai \
+		hypothesis pytest pytest-timeout pytest-xdist
+	touch $@
+
+.venv-lighteval/.installed:
+	$(PYTHON) -m venv .venv-lighteval
+	.venv-lighteval/bin/python -m pip install --quiet 'lighteval[litellm]==0.13.*' 'litellm==1.80.*' 'transformers==4.57.*' 'datasets==4.*'
+	touch $$(.venv-lighteval/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lighteval/tasks/tasks/tinyBenchmarks.pkl
+	touch $@
+
 # Each feature once with each pretrained model in the folder MODELS; half an hour for a small one.
 test-real: .venv/.installed-test
 	$(BIN)/python benchmarks/real_models.py $(MODELS)
@@ -187,7 +206,7 @@ docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-oldest .venv-vllm .venv-bodies .venv-clusters .venv-loggers .venv-kernels $(REPLICA) build dist site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-vllm .venv-bodies .venv-clusters .venv-loggers .venv-kernels .venv-evals .venv-lighteval $(REPLICA) build dist site .mypy_cache .pytest_cache .ruff_cache
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "leaderless needs Python 3.11 or newer")'

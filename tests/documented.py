@@ -57,6 +57,7 @@ NOT_RUN: Mapping[str, str] = {
     "wait": MACHINES,
     "leaderless robot serve franka": "needs an arm",
     "leaderless reward recipes/judges/grpo.yaml": "needs a model that can judge; other tests have a server that does",
+    "leaderless eval runs/quickstart --with lm-eval": "needs lm-eval and its data; `make test-evals` has both",
     "leaderless log runs/quickstart --to wandb": "needs an account of a tracker",
 }
 """Commands that are not executed, by how they begin, and why not."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.table import Column, Table
 
 from leaderless.cli.options import JsonOption, OverridesArgument, RunArgument, check_run, ended_by_signals
-from leaderless.config import Recipe, load_recipe
+from leaderless.config import Recipe, RecipeError, load_recipe
 from leaderless.config.run import LoggerConfig
 from leaderless.observability.console import Display, console, errors, print_json, print_line, print_path
 from leaderless.observability.loggers.registry import check_loggers, loggers_running
@@ -26,9 +27,10 @@ NO_LIMIT_S = 30 * 24 * 3600.0
 """Time to send what is left, where nothing waits for it."""
 
 
-def evaluate(
+def evaluate(  # noqa: PLR0913 - what a user may say of an evaluation
     target: Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe, or the folder of a run.")],
     overrides: OverridesArgument = None,
+    *,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Checkpoint to evaluate; for a run, its newest by default.")
     ] = None,
@@ -36,9 +38,47 @@ def evaluate(
         str | None, typer.Option(help="Role that answers; by default evaluation.role, or the policy.")
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Workers on this machine.")] = 1,
+    evaluator: Annotated[
+        Literal["lm-eval"] | None,
+        typer.Option("--with", help="Package that asks a run or model instead; its own arguments come after --."),
+    ] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help="Task of that package, by its name or as a YAML file. May be repeated.")
+    ] = None,
+    limit: Annotated[
+        float | None, typer.Option(min=0, help="Most rows of a task of --with, or their share if below 1.")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Examples before each question of --with; by default the task's.")
+    ] = None,
+    include_path: Annotated[Path | None, typer.Option(help="Folder with further tasks for --with.")] = None,
+    with_python: Annotated[
+        str | None,
+        typer.Option(
+            envvar="LEADERLESS_EVAL_PYTHON",
+            show_envvar=False,
+            help="Interpreter of an environment with that package; $LEADERLESS_EVAL_PYTHON, or this one.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for what --with has measured; by default one in the run's folder.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer held-out prompts and print mean@k, pass@k and maj@k."""
+    """Answer held-out prompts and print mean@k, pass@k and maj@k; or have another package measure its tasks."""
+    if evaluator is not None:
+        from leaderless.cli.evaluate_with import evaluate_with_lm_eval
+        from leaderless.serving.lm_harness import HarnessTasks
+
+        if workers != 1:
+            raise RecipeError.at("--workers", "is for held-out prompts: leave it out with --with")
+        tasks = HarnessTasks(tuple(task or ()), limit, num_fewshot, include_path, tuple(overrides or ()))
+        python = with_python or sys.executable
+        evaluate_with_lm_eval(str(checkpoint or target), role or "policy", python, tasks, out, as_json=as_json)
+        return
+    given = {"--task": task, "--limit": limit, "--num-fewshot": num_fewshot, "--include-path": include_path}
+    if unused := [name for name, value in (given | {"--out": out}).items() if value is not None]:
+        raise RecipeError.at(unused[0], "is for --with: give both, or leave it out")
     run = Run(target, *(overrides or []))
     if checkpoint is not None or target.is_dir():
         checkpoint = newest_checkpoint(checkpoint or target)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from statistics import mean
@@ -137,24 +137,28 @@ class Display:
             self._said_s = time.monotonic()
             self.console.print(text, highlight=False, soft_wrap=True)
 
-    @contextmanager
-    def reading(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """Show how much of a dataset has been read before the first step: a bar, or a line now and then.
+    def reading(self, what: str) -> AbstractContextManager[Callable[[int, int], None]]:
+        """Show how much of a dataset has been read before the first step; see `counting`."""
+        return self.counting(f"reading {what}", "rows")
 
-        The function that it yields takes the number of rows read so far, and the number of all rows.
+    @contextmanager
+    def counting(self, doing: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+        """Show how much of something that takes long is done: a bar, or a line now and then.
+
+        The function that it yields takes the number of units that are done so far, and the number of all.
         """
-        columns = TextColumn("reading {task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         is_live = self.is_shown and self.console.is_terminal
         last_line = time.monotonic()
         with Progress(*columns, console=self.console, transient=True, disable=not is_live) as progress:
-            task = progress.add_task(escape(what), total=None, visible=False)
+            task = progress.add_task(escape(doing), total=None, visible=False)
 
             def report(done: int, total: int) -> None:
                 nonlocal last_line
                 progress.update(task, completed=done, total=total, visible=True)
                 if self.is_shown and not is_live and time.monotonic() - last_line > LINE_EVERY_S:
                     last_line = time.monotonic()
-                    self.say(f"reading {escape(what)}: {done:,} of {total:,} rows")
+                    self.say(f"{escape(doing)}: {done:,} of {total:,} {unit}")
 
             yield report
 

@@ -30,6 +30,7 @@ from leaderless.config import Recipe, load_recipe, load_section
 from leaderless.config.source import Setting, apply_overrides, read_yaml
 from leaderless.planner.simulate.cluster import ClusterConfig
 from leaderless.planner.workflow import read_workflow
+from leaderless.serving.lm_harness import HarnessTasks
 
 MAX_IMAGE_BYTES = 300_000
 MAX_WORDS, MAX_PATH = 2_000, 12
@@ -318,6 +319,8 @@ def test_commands_are_taken_and_can_be_planned(place: str, words: list[str], mon
         else:
             world_size = params.get("world_size") or max(params.get("workers") or 1, needed)
         Run(target, *overrides).plan(world_size)
+    elif params.get("evaluator") is not None:
+        HarnessTasks(tuple(params["task"]), arguments=tuple(params["overrides"] or ())).check()
     elif params.get("overrides"):
         source = read_yaml(ROOT / "recipes/quickstart/grpo.yaml")
         Recipe.model_validate(apply_overrides(source, params["overrides"]).settings)

@@ -85,6 +85,8 @@ def outcome_values(run: RunFiles) -> dict[str, object]:
         "failures": view.failures(run),
         "guards": view.guards(run),
         "switches": view.switches(run),
+        "evaluations": view.evaluations(run),
+        "evaluation_titles": view.EVALUATION_TITLES,
         "review": review(run),
     }
 

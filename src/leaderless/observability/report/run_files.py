@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from leaderless.observability.evaluations import TaskEvaluation, read_evaluations
 from leaderless.observability.report.curves import Series, collect_series, duration_s, last_rows
 from leaderless.observability.report.samples import BUDGET_BYTES, JudgeView, Samples, read_samples
 from leaderless.observability.report.unchecked_values import (
@@ -33,7 +34,8 @@ class RunFiles:
     """Contents of a run directory; a file that is missing leaves its attribute empty.
 
     The picture is safe to stand in the page. The series are metrics by name. Samples, of training and of held-out
-    prompts, are those that the page shows. Notes say what is missing or could not be read.
+    prompts, are those that the page shows. Evaluations are those of other packages, the newest first. Notes say what is
+    missing or could not be read.
     """
 
     directory: Path
@@ -49,6 +51,7 @@ class RunFiles:
     samples: Samples
     held_out: Samples
     events: Sequence[Mapping[str, object]]
+    evaluations: Sequence[TaskEvaluation]
     notes: Sequence[str]
 
     @property
@@ -117,6 +120,7 @@ def read_run(
         samples,
         held_out,
         parse_json_lines(events_text, events.name, notes),
+        tuple(read_evaluations(directory)),
         (*notes, *samples.problems, *held_out.problems),
     )
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from leaderless.observability.clock import by_pool, in_short
+from leaderless.observability.evaluations import ROW_TITLES, score_row
 from leaderless.observability.report.charts import TIME_PATTERN, Chart, Unit, charts_of
 from leaderless.observability.report.curves import MAX_POINTS, Numbers, Series, all_steps, mean_per_run, thin
 from leaderless.observability.report.run_files import RunFiles
@@ -118,6 +120,21 @@ def switches(run: RunFiles) -> Events:
     summary = f"The layout was replaced {len(events)} time{'s' * (len(events) != 1)} while the run went on."
     columns = {"step": _whole, "from": as_text, "to": as_text}
     return summary, _rows(events, columns | dict.fromkeys(("now_s", "expected_s", "seconds"), _seconds))
+
+
+def evaluations(run: RunFiles) -> Events:
+    """What other packages have measured, the newest first."""
+    rows = [
+        (*score_row(score), Path(one.weights).name, one.by, one.time[:16].replace("T", " "))
+        for one in run.evaluations
+        for score in one.scores
+    ]
+    left_out = f" {len(rows) - MAX_EVENTS} more numbers are in evaluations/." if len(rows) > MAX_EVENTS else ""
+    return f"Measured by packages of others, value ± standard error.{left_out}", rows[:MAX_EVENTS]
+
+
+EVALUATION_TITLES = (*ROW_TITLES, "Weights", "By", "Time (UTC)")
+"""Titles of the columns of `evaluations`."""
 
 
 def _rows(

@@ -233,8 +233,8 @@ class ChatQuestion(ApiRequest):
     def check(self) -> None:
         """Check names of one field, messages, and tools."""
         super().check()
-        if None not in {self.max_tokens, self.max_completion_tokens}:
-            reason = "max_tokens is another name of max_completion_tokens: give one of them"
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            reason = "max_tokens is another name of max_completion_tokens: give one of them, or the same number"
             raise ApiError(400, reason, "max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, f"top_logprobs={self.top_logprobs} needs logprobs=true", "top_logprobs")

@@ -267,7 +267,11 @@ class CompletionComposer(OpenAIComposer[CompletionQuestion]):
         likely: list[Json] = []
         for token, log_prob, ranked in zip(part.tokens, part.log_probs, part.likely, strict=True):
             found = dict(ranked) | ({} if log_prob is None else {token: log_prob})
-            likely.append({self._tokenizer.decode([one]): score for one, score in found.items()} or None)
+            by_text: dict[str, Json] = {}
+            # Parts of characters have the same text: the likeliest stands for all, so that clients see what is greedy.
+            for one, score in sorted(found.items(), key=lambda item: -item[1]):
+                by_text.setdefault(self._tokenizer.decode([one]), score)
+            likely.append(by_text or None)
         return {
             "tokens": [self._tokenizer.decode([token]) for token in part.tokens],
             "token_logprobs": part.log_probs,

@@ -208,4 +208,4 @@ def _overlay(logged: Sequence[Mapping[str, Series]], name: str, topic: Topic) ->
 def _only(series: Mapping[str, Series]) -> RunFiles:
     """A run of which nothing but its metrics is known."""
     nothing = Samples((), 0, (), 0)
-    return RunFiles(Path(), "", {}, JudgeView(), {}, "", series, (), None, None, nothing, nothing, (), ())
+    return RunFiles(Path(), "", {}, JudgeView(), {}, "", series, (), None, None, nothing, nothing, (), (), ())

@@ -76,7 +76,7 @@ def test_a_wrong_field_of_a_completion_is_named(fields: dict[str, object], param
             "of type text or image_url",
         ),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages.0.tool_calls.0", "must be"),
-        ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens", "give one of them"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "give one of them, or the same number"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"logprobs": 0}, "logprobs", "must be a valid boolean"),
@@ -105,6 +105,11 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
 
 def test_long_values_are_not_repeated() -> None:
     assert len(refused(CompletionQuestion, COMPLETION | {"model": [0] * 1000}).message) < 100
+
+
+def test_the_longest_length_may_be_given_under_both_names() -> None:
+    body = json.dumps(CHAT | {"max_tokens": 3, "max_completion_tokens": 3}).encode()
+    assert read_question(body, ChatQuestion).longest == 3
 
 
 def test_fields_that_ask_for_nothing_are_taken() -> None:

@@ -6,11 +6,12 @@ import pytest
 from tests.tiny import tiny_model
 
 from leaderless.config.models import ModelConfig
-from leaderless.models.loading.tokenizer import load_tokenizer
+from leaderless.models.loading.tokenizer import byte_tokenizer, load_tokenizer
 from leaderless.rollout.engine import Delta
 from leaderless.serving.api.chat_requests import ChatQuestion, Message
 from leaderless.serving.api.requests import CompletionQuestion
 from leaderless.serving.api.responses import ChatComposer, CompletionComposer
+from leaderless.serving.api.text_stream import REPLACEMENT
 from leaderless.serving.http_server import ApiError
 
 TOKENIZER = load_tokenizer(ModelConfig(path=tiny_model()), "policy")
@@ -46,3 +47,16 @@ def test_a_response_that_the_engine_gives_up_is_an_error() -> None:
     with pytest.raises(ApiError, match="the engine has given up the response") as caught:
         CompletionComposer(ASKED, [[5]], TOKENIZER).take(Delta(0, 0, (), (), "aborted"))
     assert caught.value.status == 503
+
+
+def test_tokens_with_the_same_text_are_shown_as_the_likeliest_of_them() -> None:
+    """Parts of characters have the same text: a client that compares with the likeliest token must not miss it."""
+    tokenizer = byte_tokenizer()
+    one, other = [token for token in range(len(tokenizer)) if tokenizer.decode([token]) == REPLACEMENT][:2]
+    asked = CompletionQuestion(model="m", prompt="1", logprobs=1)
+    for token, log_prob in ((one, -3.0), (other, -0.5)):
+        composer = CompletionComposer(asked, [[5]], tokenizer)
+        part = composer.take(Delta(0, 0, [token], [log_prob], "length", likely=[[(other, -0.5)]]))
+        (choice,) = composer.whole([part])["choices"]
+        assert choice["logprobs"]["token_logprobs"] == [log_prob]
+        assert choice["logprobs"]["top_logprobs"] == [{REPLACEMENT: -0.5}]
