@@ -7,7 +7,7 @@ TEST_WORKERS ?= 3
 KILLS ?= 200
 OLDEST := $(shell sed -n "s/^ *\"\(torch\|transformers\)>=\([0-9.]*\).*/'\1==\2.*'/p" pyproject.toml)
 
-.PHONY: quickstart quickstart-real quickstart-robot test test-thorough test-oldest test-vllm test-bodies test-clusters test-loggers test-nixl test-tinker test-evals test-kernels test-real gpu-smoke gpu-retry gpu-measure gpu-wheels gpu-replica chaos lint format docs clean
+.PHONY: quickstart quickstart-real quickstart-robot test test-thorough test-oldest test-vllm test-bodies test-clusters test-loggers test-nixl test-harbor test-openenv test-tinker test-evals test-kernels test-real gpu-smoke gpu-retry gpu-measure gpu-wheels gpu-replica chaos lint format docs clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.installed
@@ -92,6 +92,24 @@ test-nixl: .venv-nixl/.installed
 .venv-nixl/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-nixl
 	.venv-nixl/bin/python -m pip install --quiet --editable .[test,nixl]
+	touch $@
+
+# Environments by address, with the servers and the client of OpenEnv, whose package of MCP is older than that of [test]; minutes.
+test-openenv: .venv-openenv/.installed
+	.venv-openenv/bin/python -m pytest tests/contracts/test_openenv.py
+
+.venv-openenv/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-openenv
+	.venv-openenv/bin/python -m pip install --quiet --editable .[openenv] hypothesis pytest pytest-timeout
+	touch $@
+
+# Tasks in Harbor's format as the package reads them, which needs PYTHON=python3.12 or newer, and no torch; seconds.
+test-harbor: .venv-harbor/.installed
+	PYTHONPATH=src:. .venv-harbor/bin/python -m pytest --noconftest tests/contracts/test_harbor.py
+
+.venv-harbor/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-harbor
+	.venv-harbor/bin/python -m pip install --quiet 'harbor>=0.26,<0.27' pytest pytest-timeout
 	touch $@
 
 # The training service with Tinker's own client; minutes.
@@ -206,7 +224,7 @@ docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-oldest .venv-vllm .venv-bodies .venv-clusters .venv-loggers .venv-kernels .venv-evals .venv-lighteval $(REPLICA) build dist site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-vllm .venv-bodies .venv-clusters .venv-loggers .venv-kernels .venv-harbor .venv-openenv .venv-evals .venv-lighteval $(REPLICA) build dist site .mypy_cache .pytest_cache .ruff_cache
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "leaderless needs Python 3.11 or newer")'

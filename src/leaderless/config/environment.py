@@ -67,9 +67,9 @@ class EnvironmentConfig(ShorthandSection):
     shorthand: ClassVar[str] = "type"
 
     type: str = Field(min_length=1)
-    """Environment: a built-in one (`calculator`, `gymnasium`, `reasoning_gym`, `search_r1`, `textarena` or
+    """Environment: a built-in one (`calculator`, `gymnasium`, `openenv`, `reasoning_gym`, `search_r1`, `textarena` or
     `textarena_solo`), or a class `package.module:Class` derived from `leaderless.Environment`; or a program that leads
-    the episode, a function `package.module:function`, `command`, or `verifiers`; see
+    the episode, a function `package.module:function`, `command`, `harbor` or `verifiers`; see
     [Programs that lead episodes](../guides/programs.md)."""
     options: Mapping[str, JsonValue] = {}
     """Arguments of its constructor; for a program, further arguments."""

@@ -109,15 +109,16 @@ class EpisodeRunner:
                 self.episode.info |= turn.info
                 if turn.done:
                     return
-            if self._num_turns >= self._config.max_turns:
+            is_last = self._num_turns >= self._config.max_turns
+            if calls and not (is_last and not self._has_steps(calls)):
+                results = await self._answered(calls, agent)
+                if any(result.done for result in results):
+                    return
+                self._tell(agent, result_messages(results))
+            if is_last:
                 self.episode.is_cut = True
                 return
             if calls:
-                assert self._toolbox is not None
-                results = await self._timed(self._toolbox.run(calls, self._config.tool_timeout_s), "tools")
-                self.episode.calls += results
-                self._note_calls(results)
-                self._tell(agent, result_messages(results))
                 continue
             agent = turn.next_after(agent)
             self._tell(agent, turn.observation)
@@ -130,6 +131,18 @@ class EpisodeRunner:
         if found.calls and not any(call.problem for call in found.calls):
             said.messages = [found.message()]
         return found.calls
+
+    def _has_steps(self, calls: Sequence[Call]) -> bool:
+        return self._toolbox is not None and self._toolbox.has_steps(calls)
+
+    async def _answered(self, calls: Sequence[Call], agent: str) -> Sequence[CallResult]:
+        """Results of an agent's calls, which it is rewarded for."""
+        assert self._toolbox is not None
+        results = await self._timed(self._toolbox.run(calls, self._config.tool_timeout_s), "tools")
+        self.episode.calls += results
+        self._note_calls(results)
+        self._reward(Turn(reward=sum(result.reward for result in results)), agent)
+        return results
 
     def _note_calls(self, results: Sequence[CallResult]) -> None:
         """Note calls that the policy got wrong, and tools whose failure it is told."""

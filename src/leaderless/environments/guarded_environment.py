@@ -25,6 +25,7 @@ from leaderless.rewards.sandbox.messages import SandboxError
 if TYPE_CHECKING:
     from leaderless.environments.tools.calls import Tool
     from leaderless.environments.tools.function_tool import FunctionTool, ToolOwner
+    from leaderless.environments.tools.served_tools import EnvironmentTool
 
 Result = TypeVar("Result")
 _BROKEN_CONNECTIONS = frozenset(
@@ -66,7 +67,7 @@ class GuardedEnvironment(Protocol):
     async def act(self, text: str) -> Turn:
         """Answer what an agent has said."""
 
-    async def bind(self, tool: FunctionTool) -> Tool:
+    async def bind(self, tool: FunctionTool | EnvironmentTool) -> Tool:
         """A tool of the recipe as one of this episode, with the object whose method it is."""
 
     async def close(self) -> None:
@@ -121,7 +122,7 @@ class ThreadEnvironment(GuardedEnvironment):
         return await call(partial(with_files, shown), self._timeout_s, f"an image of {what}")
 
     @override
-    async def bind(self, tool: FunctionTool) -> Tool:
+    async def bind(self, tool: FunctionTool | EnvironmentTool) -> Tool:
         home = tool.home
         if home is None:
             return tool

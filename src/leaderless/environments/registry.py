@@ -16,11 +16,13 @@ from leaderless.environments.programs.program_environment import BUILT_IN as PRO
 from leaderless.environments.programs.program_environment import ProgramEnvironment, program_maker
 from leaderless.environments.protocol import ONLY_AGENT, Environment
 from leaderless.environments.remote import ProcessEnvironment
+from leaderless.environments.tools.served_tools import ServedEnvironment
 from leaderless.environments.tools.sources import python_tools
 
 BUILT_IN: Mapping[str, str] = {
     "calculator": "leaderless.environments.calculator:Calculator",
     "gymnasium": "leaderless.environments.adapters.gymnasium_text:GymnasiumEnvironment",
+    "openenv": "leaderless.environments.adapters.openenv_environment:OpenEnv",
     "reasoning_gym": "leaderless.environments.adapters.reasoning_gym_tasks:ReasoningGym",
     "search_r1": "leaderless.environments.search.search_r1:SearchR1",
     "textarena": "leaderless.environments.adapters.textarena_games:TextArena",
@@ -87,6 +89,10 @@ def world_maker(config: EnvironmentConfig) -> Callable[[], GuardedEnvironment | 
     if program is not None:
         return program
     found = find_environment(config)
+    if config.isolation == "process" and issubclass(found, ServedEnvironment):
+        raise RecipeError.at(
+            "environment.isolation", f"is 'process', but the server of {found.__name__} has processes of its own"
+        )
     if config.isolation == "process" or found.needs_own_process:
         return partial(ProcessEnvironment, config, tuple(found.agents), name_of(found))
     make = partial(found, **config.options)

@@ -38,6 +38,7 @@ from leaderless.environments.guarded_environment import (
 from leaderless.environments.protocol import Environment, Observation, Task, Turn
 from leaderless.environments.tools.calls import Call, CallResult, Tool
 from leaderless.environments.tools.function_tool import FunctionTool, ToolError
+from leaderless.environments.tools.served_tools import EnvironmentTool
 from leaderless.environments.tools.sources import python_tools
 from leaderless.environments.tools.toolbox import Toolbox
 from leaderless.environments.user_functions import call_user
@@ -81,8 +82,9 @@ class ProcessEnvironment(GuardedEnvironment):
         return Turn(**cast("dict[str, Json]", found))  # type: ignore[arg-type]
 
     @override
-    async def bind(self, tool: FunctionTool) -> Tool:
+    async def bind(self, tool: FunctionTool | EnvironmentTool) -> Tool:
         """Make a tool that is called in the process, as all tools that are Python functions."""
+        assert isinstance(tool, FunctionTool), "environments with a server are refused in processes"
         return RemoteTool(tool.name, tool.description, tool.parameters, tool, self)
 
     async def call_tool(self, name: str, arguments: Mapping[str, Json]) -> CallResult:

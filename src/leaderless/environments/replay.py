@@ -22,6 +22,7 @@ from leaderless.environments.protocol import Observation, Task, Turn
 from leaderless.environments.tools import Call, CallResult, Toolbox
 from leaderless.environments.tools.calls import Tool
 from leaderless.environments.tools.function_tool import FunctionTool
+from leaderless.environments.tools.served_tools import EnvironmentTool
 from leaderless.environments.tools.sources import ToolSources
 from leaderless.environments.user_functions import run_to_end
 from leaderless.rollout.engine import Completion, FinishReason, Request, SamplingParams
@@ -79,7 +80,7 @@ class JournalEnvironment(GuardedEnvironment):
         return known if self._world is None else await self._world.act(text)
 
     @override
-    async def bind(self, tool: FunctionTool) -> Tool:
+    async def bind(self, tool: FunctionTool | EnvironmentTool) -> Tool:
         return tool if self._world is None else await self._world.bind(tool)
 
     @override
@@ -164,7 +165,8 @@ def replay(
 
         async def open_tools(world: GuardedEnvironment) -> Toolbox:
             assert tools is not None
-            found = [] if open_world is None else [tool for tool in tools.tools if isinstance(tool, FunctionTool)]
+            kinds = FunctionTool | EnvironmentTool
+            found = [] if open_world is None else [tool for tool in tools.tools if isinstance(tool, kinds)]
             own = [await world.bind(tool) for tool in found if tool.home is not None and tool.home.is_environment]
             return JournalToolbox(own, tools, config, episode)
 

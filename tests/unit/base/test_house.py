@@ -15,9 +15,18 @@ from leaderless.base.moved_modules import moved_modules
 from leaderless.base.named_functions import load_callable
 from leaderless.config import RecipeError
 
-LIBRARIES = {"datasets", "gymnasium", "jinja2", "libero", "metaworld", "mlflow", "numpy", "reasoning_gym", "sglang"} | {
-    *("tensorboard", "textarena", "torch", "trackio", "transformers", "verifiers", "vllm", "wandb")
-}
+LIBRARIES = {
+    "datasets",
+    "gymnasium",
+    "jinja2",
+    "libero",
+    "metaworld",
+    "mlflow",
+    "numpy",
+    "openenv",
+    "reasoning_gym",
+    "sglang",
+} | {*("tensorboard", "textarena", "torch", "trackio", "transformers", "verifiers", "vllm", "wandb")}
 
 
 def modules() -> list[str]:

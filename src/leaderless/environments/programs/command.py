@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,16 +19,13 @@ from leaderless.base.values import Json
 from leaderless.config import RecipeError
 from leaderless.environments.guarded_environment import EnvironmentFailure, kind_of_end
 from leaderless.environments.programs.chat import Chat
+from leaderless.environments.programs.run_command import run_command
 from leaderless.environments.protocol import Task
 from leaderless.rewards.sandbox.sandboxes import bubblewrap_refusal, find_bubblewrap
 
-_KEPT_BYTES = 65536
-"""Bytes of output that are kept, the last ones."""
 _SHOWN_CHARACTERS = 2000
 _MAX_TASK_BYTES = 2**17 - len("LEADERLESS_TASK=") - 1
 """Limit of Linux for one environment variable, without its name and end."""
-_CLOSING_S = 2.0
-"""Seconds in which the output of a program that has ended is read to its end."""
 _KEY = "environment.options"
 
 
@@ -92,27 +88,7 @@ class Command:
                 return await self._run(confinement.command(self._command), env, chat)
 
     async def _run(self, command: Sequence[str], env: Mapping[str, str], chat: Chat) -> Mapping[str, Json]:
-        # Pipes of asyncio's own would keep `wait` waiting for whoever has inherited them.
-        output, errors = await _Tail.open(), await _Tail.open()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                env=env,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output.end,
-                stderr=errors.end,
-                start_new_session=True,
-            )
-            output.begin()
-            errors.begin()
-            try:
-                code = await process.wait()
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # also what it has left behind
-                await process.wait()
-        finally:
-            printed, told = await output.close(), await errors.close()
+        code, printed, told = await run_command(command, env)
         if code != 0:
             shown = f"{printed.rstrip()}\n{told.rstrip()}".strip()[-_SHOWN_CHARACTERS:]
             raise EnvironmentFailure(
@@ -138,44 +114,6 @@ class Command:
             f"the command '{self._name}' gave no reward; its last line is {last[-80:]!r}: print "
             '{"reward": 1.0} as the last line, or post it to $OPENAI_BASE_URL/reward',
         )
-
-
-class _Tail:
-    """The end of what is written to a pipe."""
-
-    def __init__(self, transport: asyncio.ReadTransport, reader: asyncio.StreamReader, end: int) -> None:
-        self._transport, self._reader, self.end = transport, reader, end
-        self._kept = bytearray()
-        self._reading: asyncio.Task[None] | None = None
-
-    @classmethod
-    async def open(cls) -> _Tail:
-        """Open a pipe, whose writing end is to be given away."""
-        begin, end = os.pipe()
-        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
-        file = open(begin, "rb", buffering=0)  # noqa: SIM115, PTH123 - the transport closes it
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
-        return cls(transport, reader, end)
-
-    def begin(self) -> None:
-        """Read, once the writing end was given away."""
-        os.close(self.end)
-        self._reading = asyncio.create_task(self._read())
-
-    async def close(self) -> str:
-        """Read the rest, which those that have been killed do not add to, and return the end of all."""
-        if self._reading is None:
-            os.close(self.end)
-        else:
-            await asyncio.wait({self._reading}, timeout=_CLOSING_S)
-            self._reading.cancel()
-        self._transport.close()
-        return self._kept.decode(errors="replace")
-
-    async def _read(self) -> None:
-        while data := await self._reader.read(_KEPT_BYTES):
-            self._kept += data
-            del self._kept[:-_KEPT_BYTES]
 
 
 _FORWARD = Path(__file__).with_name("socket_forward.py")

@@ -24,7 +24,7 @@ from leaderless.config.packaged_files import server_refusal
 from leaderless.environments.guarded_environment import EnvironmentFailure, failure_of
 from leaderless.environments.programs.chat import Chat, ProgramEndpoint
 from leaderless.environments.programs.conversations import AskRefusedError
-from leaderless.environments.protocol import ONLY_AGENT, Task
+from leaderless.environments.protocol import ONLY_AGENT, EpisodeFailed, Task
 from leaderless.environments.user_functions import call_user
 
 SERVER = "leaderless.serving.api.conversations:EpisodeServer"
@@ -91,7 +91,8 @@ class ProgramEnvironment:
         """Play an episode, and return an object with its `reward`.
 
         A program that ends with an error because the policy has used up a limit of the episode is worth what it has
-        posted, or 0: so much has the policy been rewarded so far.
+        posted, or 0: so much has the policy been rewarded so far. It is not if it says itself, by an `EpisodeFailed`
+        with a kind, that it cannot be judged.
 
         Raises:
             EnvironmentFailure: The program failed, took too long, or gave no reward.
@@ -101,7 +102,8 @@ class ProgramEnvironment:
             found = await self._watched(running, chat)
         except Exception as error:
             failure = self._failure_of(error)
-            if chat.overflow is None or not chat.num_answers or failure.kind != "environment":
+            is_said = isinstance(error, EpisodeFailed) and error.kind is not None  # not what a limit has led to
+            if chat.overflow is None or not chat.num_answers or failure.kind != "environment" or is_said:
                 raise failure from error
             found = {"reward": 0.0 if chat.reward is None else chat.reward}
         finally:
@@ -156,6 +158,7 @@ class ProgramEnvironment:
 
 BUILT_IN: Mapping[str, str] = {
     "command": "leaderless.environments.programs.command:Command",
+    "harbor": "leaderless.environments.adapters.harbor_tasks:Harbor",
     "verifiers": "leaderless.environments.adapters.verifiers_programs:Verifiers",
 }
 """Programs that come with the package, each as `module:Class` of a `Solve`, whose arguments are the options."""

@@ -142,6 +142,8 @@ class CallResult:
         seconds: Seconds that the tool took.
         refusal: Reason why the call has no result; None if it has one.
         kind: Kind of the failure of a tool that has failed; None for any other.
+        reward: Reward of the call.
+        done: Whether the episode is over.
     """
 
     name: str
@@ -150,6 +152,8 @@ class CallResult:
     seconds: float = 0.0
     refusal: Refusal | None = None
     kind: FailureKind | None = None
+    reward: float = 0.0
+    done: bool = False
 
 
 def result_messages(results: Sequence[CallResult]) -> list[Mapping[str, Json]]:
@@ -163,6 +167,23 @@ def result_messages(results: Sequence[CallResult]) -> list[Mapping[str, Json]]:
 def _identifier(place: int) -> str:
     """Nine letters and digits, on which some templates insist."""
     return f"call{place:05d}"
+
+
+@dataclass(frozen=True)
+class ToolTurn:
+    """Answer of a tool whose call is a step of its environment.
+
+    Attributes:
+        text: Text for the policy.
+        reward: Reward of the call.
+        done: Whether the episode is over.
+        is_refused: Whether the tool has refused the call; the text says why.
+    """
+
+    text: str
+    reward: float = 0.0
+    done: bool = False
+    is_refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,6 +201,8 @@ class Tool(ABC):
     parameters: Mapping[str, Json]
     limits_itself: ClassVar[bool] = False
     """Whether it keeps the limits of a call's time and of a result's length by itself."""
+    is_step: ClassVar[bool] = False
+    """Whether a call is a step of the environment, answered by a `ToolTurn`; it counts if nobody reads its result."""
 
     @property
     def owner(self) -> object | None:
@@ -207,15 +230,20 @@ class Tool(ABC):
     @property
     def usage(self) -> str:
         """How it is called, for people and policies: `add(a: integer, b: integer = 1)`."""
-        properties, required = self.parameters.get("properties"), self.parameters.get("required", ())
-        assert isinstance(properties, Mapping | None)
-        assert isinstance(required, Sequence)
-        shown = []
-        for name, schema in (properties or {}).items():
-            known = schema if isinstance(schema, Mapping) else {}
-            default = f" = {json.dumps(known['default'])}" if "default" in known else ""
-            shown.append(f"{name}{'' if name in required or default else '?'}: {_type_name(schema)}{default}")
-        return f"{self.name}({', '.join(shown)})"
+        return f"{self.name}({usage_of(self.parameters)})"
+
+
+def usage_of(schema: Mapping[str, Json]) -> str:
+    """The fields of a JSON schema, for people and policies: `a: integer, b: integer = 1`."""
+    properties, required = schema.get("properties"), schema.get("required", ())
+    assert isinstance(properties, Mapping | None)
+    assert isinstance(required, Sequence)
+    shown = []
+    for name, value in (properties or {}).items():
+        known = value if isinstance(value, Mapping) else {}
+        default = f" = {json.dumps(known['default'])}" if "default" in known else ""
+        shown.append(f"{name}{'' if name in required or default else '?'}: {_type_name(value)}{default}")
+    return ", ".join(shown)
 
 
 def _type_name(schema: Json) -> str:

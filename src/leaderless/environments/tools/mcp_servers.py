@@ -10,27 +10,26 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Coroutine, Iterator, Mapping
-from concurrent.futures import CancelledError, Future
+from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from threading import Thread
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
 from leaderless.config.environment import McpServerConfig
 from leaderless.config.packaged_files import how_to_install
 from leaderless.environments.guarded_environment import EnvironmentFailure
-from leaderless.environments.tools.calls import Tool, WrongArgumentsError
+from leaderless.environments.loop_thread import LoopThread
 from leaderless.environments.tools.function_tool import ToolError
+from leaderless.environments.tools.served_tools import SchemaTool
 
 if TYPE_CHECKING:
     from mcp import Client
     from mcp.types import CallToolResult
 
-Result = TypeVar("Result")
 CLOSE_TIMEOUT_S = 10.0
 """Seconds that ending a session may take; a program that is still there after six has been killed."""
 
@@ -50,23 +49,22 @@ class McpServers:
         """
         if configs and find_spec("mcp") is None:
             raise RecipeError.at("environment.mcp", f"needs the package 'mcp': {how_to_install('mcp')}")
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever, name="mcp", daemon=True)
         self._configs = configs
         self.tools: dict[str, list[McpTool]] = {}
+        self._thread: LoopThread | None = None
         if not configs:
             return
-        self._thread.start()
+        self._thread = thread = LoopThread("mcp")
         try:
-            self._shared = {name: McpSession(name, config, self._loop) for name, config in configs.items()}
-            lists = {name: self._start(session.list_tools()) for name, session in self._shared.items()}
+            self._shared = {name: McpSession(name, config, thread) for name, config in configs.items()}
+            lists = {name: thread.start(session.list_tools()) for name, session in self._shared.items()}
             for name, listing in lists.items():
                 try:
                     self.tools[name] = listing.result()
                 except EnvironmentFailure as error:
                     raise RecipeError.at(f"environment.mcp.{name}", str(error)) from error
                 if not configs[name].shared:
-                    self._start(self._shared[name].end()).result()
+                    thread.start(self._shared[name].end()).result()
         except BaseException:
             self.close()
             raise
@@ -74,20 +72,18 @@ class McpServers:
     def session(self, name: str) -> McpSession:
         """The session that an episode uses; nothing is started before its first call."""
         config = self._configs[name]
-        return self._shared[name] if config.shared else McpSession(name, config, self._loop)
+        assert self._thread is not None, "a server has a name"
+        return self._shared[name] if config.shared else McpSession(name, config, self._thread)
 
     def close(self) -> None:
         """End shared sessions and the thread."""
-        if not self._thread.is_alive():
+        if self._thread is None:
             return
         for session in self._shared.values():
             with suppress(CancelledError):
-                self._start(session.end()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_TIMEOUT_S)
-
-    def _start(self, work: Coroutine[object, object, Result]) -> Future[Result]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+                self._thread.start(session.end()).result()
+        self._thread.stop(CLOSE_TIMEOUT_S)
+        self._thread = None
 
 
 class McpSession:
@@ -97,9 +93,9 @@ class McpSession:
     does not, since what the server knew of the episode is lost.
     """
 
-    def __init__(self, name: str, config: McpServerConfig, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, name: str, config: McpServerConfig, thread: LoopThread) -> None:
         self.name = name
-        self._config, self._loop = config, loop
+        self._config, self._thread = config, thread
         self._connection: _Connection | None = None
         self._retired: list[_Connection] = []
         self._is_lost = False
@@ -111,13 +107,12 @@ class McpSession:
             ToolError: The tool refuses the call.
             EnvironmentFailure: The server does not answer.
         """
-        work = self._call(tool, arguments)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        return await self._thread.run(self._call(tool, arguments))
 
     async def close(self) -> None:
         """End the session of an episode, from any loop; a shared one stays open."""
         if not self._config.shared:
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.end(), self._loop))
+            await self._thread.run(self.end())
 
     async def end(self) -> None:
         """End the session, in the loop of the sessions."""
@@ -276,7 +271,7 @@ def _client(config: McpServerConfig) -> Client:
 
 
 @dataclass(frozen=True)
-class McpTool(Tool):
+class McpTool(SchemaTool):
     """A tool of a server.
 
     Attributes:
@@ -288,18 +283,6 @@ class McpTool(Tool):
     server: str
     name_there: str
     session: McpSession | None = None
-
-    def prepare(self, arguments: Mapping[str, Json]) -> Mapping[str, object]:
-        """Check arguments by the server's schema."""
-        from jsonschema.validators import validator_for
-
-        problems = validator_for(self.parameters)(self.parameters).iter_errors(arguments)
-        text = "; ".join(
-            f"{'.'.join(map(str, problem.absolute_path))}: {problem.message}".removeprefix(": ") for problem in problems
-        )
-        if text:
-            raise WrongArgumentsError(text)
-        return arguments
 
     async def call(self, arguments: Mapping[str, object]) -> object:
         """Call the tool on its server."""

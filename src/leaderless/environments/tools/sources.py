@@ -17,6 +17,7 @@ from leaderless.environments.tools.calls import Tool
 from leaderless.environments.tools.formats import Reader, find_reader, read_hermes
 from leaderless.environments.tools.function_tool import FunctionTool, ToolOwner, tools_of
 from leaderless.environments.tools.mcp_servers import McpServers
+from leaderless.environments.tools.served_tools import EnvironmentTool, ServedEnvironment, served_tools
 from leaderless.environments.tools.toolbox import Toolbox
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ class ToolSources:
             RecipeError: A tool cannot be described, two have the same name, or a server does not answer.
         """
         self._config = config
-        self._own = python_tools(config, environment)
+        self._own: list[FunctionTool | EnvironmentTool] = [
+            *python_tools(config, environment),
+            *served_tools(environment, config.options),
+        ]
         self._servers = McpServers(config.mcp)
         there = [tool for tools in self._servers.tools.values() for tool in tools]
         count = Counter(tool.name for tool in [*self._own, *there])
@@ -157,9 +161,12 @@ def own_tool_use(
     config: EnvironmentConfig, environment: type[Environment] | None, tokenizer: Tokenizer, *, is_chat: bool
 ) -> ToolSources | None:
     """The same, for one user alone, who closes them; a tokenizer may not be used by two threads at once."""
-    if not python_tools(config, environment) and not config.mcp:
+    is_served = environment is not None and issubclass(environment, ServedEnvironment)
+    if not python_tools(config, environment) and not config.mcp and not is_served:
         return None
     sources = ToolSources(config, environment)
+    if not sources.tools:
+        return None
     try:
         sources.reader = find_reader(config.tool_format, tokenizer, sources.schemas, is_chat=is_chat)
     except BaseException:

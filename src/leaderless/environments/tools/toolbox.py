@@ -9,10 +9,19 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from leaderless.base.values import is_finite_number
 from leaderless.config import nearest
 from leaderless.config.failures import FailureKind
 from leaderless.environments.guarded_environment import EnvironmentFailure, failure_of
-from leaderless.environments.tools.calls import Call, CallResult, Refusal, Tool, WrongArgumentsError, typed_arguments
+from leaderless.environments.tools.calls import (
+    Call,
+    CallResult,
+    Refusal,
+    Tool,
+    ToolTurn,
+    WrongArgumentsError,
+    typed_arguments,
+)
 from leaderless.environments.tools.formats import Reader, read_hermes
 from leaderless.environments.tools.function_tool import ToolError
 from leaderless.environments.user_functions import call_user, time_limit
@@ -67,6 +76,10 @@ class Toolbox:
                 raise end
         return [results[place] for place in range(len(calls))]
 
+    def has_steps(self, calls: Sequence[Call]) -> bool:
+        """Whether a call is a step of the environment."""
+        return any(call.name in self.tools and self.tools[call.name].is_step for call in calls)
+
     async def close(self, timeout_s: float) -> None:
         """Release what the tools hold. An error says nothing about the episode, which is over."""
         for closer in self._closers:
@@ -102,6 +115,8 @@ class Toolbox:
         try:
             async with time_limit(None if tool.limits_itself else timeout_s, f"the tool '{tool.name}'"):
                 value = await tool.call(prepared)
+            if isinstance(value, ToolTurn) and tool.is_step:
+                return self._step(call, value, time.monotonic() - begin)
             text = _text_of(value)
         except ToolError as error:
             is_whole, seconds = not tool.limits_itself, time.monotonic() - begin
@@ -120,6 +135,17 @@ class Toolbox:
             raise failure_of(error, f"the tool '{tool.name}'", "tool") from error
         text = text if tool.limits_itself else self._cut(text)
         return CallResult(call.name, call.arguments, text, time.monotonic() - begin)
+
+    def _step(self, call: Call, turn: ToolTurn, seconds: float) -> CallResult:
+        """The result of a call that was a step of the environment."""
+        if not is_finite_number(turn.reward):
+            problem = f"the tool '{call.name}' has the reward {turn.reward!r}: it must be a finite number"
+            raise EnvironmentFailure("environment", problem)
+        if turn.is_refused:
+            refused = self._refusal(call, turn.text, "tool_error", seconds)
+            return replace(refused, reward=turn.reward, done=turn.done)
+        text = self._cut(turn.text)
+        return CallResult(call.name, call.arguments, text, seconds, reward=turn.reward, done=turn.done)
 
     def _refusal(
         self, call: Call, text: str, refusal: Refusal, seconds: float = 0.0, *, is_whole: bool = True

@@ -120,7 +120,7 @@ def rubric_reader(options: JudgeOptions) -> Callable[[str], dict[str, float]]:
     """The function that reads the scores of a rubric, as numbers from 0 to 1 by criterion."""
 
     def read(text: str) -> dict[str, float]:
-        found = next((one for one in _objects(text) if one.keys() & options.rubric.keys()), {})
+        found = next((one for one in objects_in(text) if one.keys() & options.rubric.keys()), {})
         for name in options.rubric:
             if name not in found:
                 raise VerdictError(f"there is no JSON object with a number for '{name}'")
@@ -178,13 +178,13 @@ def _matched(pattern: str, text: str) -> str:
 
 
 def _field(name: str, text: str) -> object:
-    found = next((one for one in _objects(text) if name in one), None)
+    found = next((one for one in objects_in(text) if name in one), None)
     if found is None:
         raise VerdictError(f"there is no JSON object with the field '{name}'")
     return found[name]
 
 
-def _objects(text: str) -> Iterator[Mapping[str, object]]:
+def objects_in(text: str) -> Iterator[Mapping[str, object]]:
     """The JSON objects in a text, the last one first, and each before those inside of it."""
     decoder, ends = json.JSONDecoder(), []
     found: list[tuple[int, int, Mapping[str, object]]] = []
