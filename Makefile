@@ -224,7 +224,7 @@ docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-oldest .venv-vllm .venv-bodies .venv-clusters .venv-loggers .venv-kernels .venv-harbor .venv-openenv .venv-evals .venv-lighteval $(REPLICA) build dist site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-vllm .venv-bodies .venv-clusters .venv-loggers .venv-kernels .venv-tinker .venv-harbor .venv-openenv .venv-evals .venv-lighteval $(REPLICA) build dist site .mypy_cache .pytest_cache .ruff_cache
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "leaderless needs Python 3.11 or newer")'

@@ -211,8 +211,8 @@ class UnlikeLayers(NamedTuple):
         heads: Heads of attention of each.
         recurrence: Sizes of each layer that reads by recurrence.
         indexer: Sizes of what chooses keys; None if tokens attend to all.
-        besides: What the model has next to them, besides embeddings of words, head and last norm.
-        prefix: What the names of all of these begin with.
+        besides: Parts of the model next to them, without embeddings of words, head and last norm.
+        prefix: Beginning of the names of all of these.
     """
 
     parts: tuple[LayerPart, ...]
