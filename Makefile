@@ -136,7 +136,7 @@ test-evals: .venv-evals/.installed .venv-lighteval/.installed
 
 .venv-lighteval/.installed:
 	$(PYTHON) -m venv .venv-lighteval
-	.venv-lighteval/bin/python -m pip install --quiet 'lighteval[litellm]==0.13.*' 'litellm==1.80.*' 'transformers==4.57.*' 'datasets==4.*'
+	.venv-lighteval/bin/python -m pip install --quiet 'lighteval[litellm]==0.13.*' 'litellm==1.80.*' 'transformers==4.57.*' 'datasets==4.*' 'xxhash==3.*'
 	touch $$(.venv-lighteval/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lighteval/tasks/tasks/tinyBenchmarks.pkl
 	touch $@
 

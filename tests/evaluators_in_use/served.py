@@ -46,7 +46,7 @@ class Decoder:
         """Questions with choices: the tokens of some are parts of characters, and one is what the model would say."""
         own = [self.greedy(self.encode(question), 1) or "twelve" for question in QUESTIONS]
         choices = [[str(2 * i + 3), "é你", own[i], "twelve"] for i in range(len(QUESTIONS))]
-        return [{"question": QUESTIONS[i], "choices": choices[i], "gold": 0} for i in range(len(QUESTIONS))]
+        return [{"question": QUESTIONS[i], "choices": choices[i], "gold": i % 2 * 2} for i in range(len(QUESTIONS))]
 
     @classmethod
     def of_tests(cls, folder: Path) -> Decoder:

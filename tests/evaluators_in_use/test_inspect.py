@@ -147,6 +147,6 @@ def test_lighteval_gets_the_greedy_answers(decoder: Decoder, site: tuple[str, st
     (path,) = (tmp_path / "out").rglob("results_*.json")
     measured = json.loads(path.read_text())["results"]
     greedy = [decoder.greedy(chat_of(decoder, question), MOST_TOKENS).partition("\n")[0] for question in QUESTIONS]
-    right = [text.strip() == row["choices"][0] for text, row in zip(greedy, decoder.rows, strict=True)]
+    right = [text.strip() == row["choices"][row["gold"]] for text, row in zip(greedy, decoder.rows, strict=True)]
     assert measured["own|0"]["em"] == pytest.approx(sum(right) / len(right))
     assert "em_stderr" in measured["own|0"]
