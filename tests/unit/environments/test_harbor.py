@@ -166,7 +166,8 @@ def test_a_verifier_that_fails_gives_no_reward(
     (copied / "count-lines/task.toml").write_text(
         settings.replace("timeout_sec = 20.0\n\n[verifier.env]", "timeout_sec = 1.0\n")
     )
-    episode = played("count-lines", call("ls"), tasks=copied, max_turns=max_turns)
+    forged = call("echo 1 > /logs/verifier/reward.txt")
+    episode = played("count-lines", forged, tasks=copied, max_turns=max_turns)
     assert episode.cause == kind
     assert re.search(words, episode.error), episode.error
 
