@@ -41,8 +41,8 @@ class Harbor:
     """Lets the policy work on a task by commands of the shell, and rewards it by the task's verifier.
 
     Args:
-        world: Place in which tasks are played: `docker`, `local` (bubblewrap, with the programs of this machine), or `auto` for
-            Docker where a daemon answers.
+        world: Place of tasks: `docker`, `local` (bubblewrap, with the programs of this machine), or `auto` for Docker
+            where a daemon answers.
         instructions: Text before the task's own instruction.
         command_timeout_s: Seconds that a command may take; then it is ended, and the policy is told.
         max_result_characters: Characters that the policy reads of what a command prints; the middle of a longer text is
