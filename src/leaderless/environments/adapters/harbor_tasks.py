@@ -150,9 +150,8 @@ async def verified(world: TaskWorld) -> Mapping[str, float]:
         EpisodeFailed: The verifier takes too long, or gives no reward.
     """
     task, limit_s = world.task, world.task.number("verifier", "timeout_sec", _VERIFIER_S)
-    await world.run(
-        f"rm -rf {' '.join(_REWARDS)}; mkdir -p /logs/verifier", limit_s
-    )  # the policy may have written some
+    # The policy may have written some.
+    await world.run(f"rm -rf {' '.join(_REWARDS)}; mkdir -p /logs/verifier", limit_s)
     await world.put(task.folder / TESTS.parent, "/tests")
     ran = await world.run("chmod +x /tests/test.sh && /tests/test.sh", limit_s, task.variables("verifier"))
     if ran.code is None:
