@@ -149,20 +149,21 @@ def test_answers_follow_a_json_schema_in_all_apis(site: Site) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "found", "schema": SCHEMA, "strict": True}}
     texts = [one.message.content for one in chat(site.client, response_format=form, n=6, seed=3).choices]
     text: Any = {"format": {**form["json_schema"], "type": form["type"]}}
-    texts.append(site.client.responses.create(model="tiny", input="1", text=text).output_text)
+    seeded: Any = {"extra_body": {"seed": 4}}  # or a model that says anything might be cut off in white space
+    texts.append(site.client.responses.create(model="tiny", input="1", text=text, **seeded).output_text)
     url = site.url.removesuffix("/v1")
     messages = anthropic.Anthropic(base_url=url, api_key="none").messages
     output: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
-    texts.append(messages.create(model="tiny", max_tokens=200, messages=ASKED, output_config=output).content[0].text)  # type: ignore[union-attr]
-    pieces = chat(site.client, response_format=form, stream=True)
+    asked: Any = {"model": "tiny", "messages": ASKED, "max_tokens": 400}
+    texts.append(messages.create(output_config=output, **asked, **seeded).content[0].text)
+    pieces = chat(site.client, response_format=form, stream=True, seed=4)
     texts.append("".join(piece.choices[0].delta.content or "" for piece in pieces))
     for one in texts:
         found = json.loads(one)
         assert list(found) == ["place", "size"]
         assert found["place"] in {"here", "there"}
         assert 0 <= found["size"] <= 99
-    asked: Any = {"model": "tiny", "messages": ASKED, "max_tokens": 400}
-    parsed = site.client.chat.completions.parse(response_format=Found, **asked)
+    parsed = site.client.chat.completions.parse(response_format=Found, seed=4, **asked)
     assert isinstance(parsed.choices[0].message.parsed, Found)
     anything = chat(site.client, response_format={"type": "json_object"}, max_tokens=300, seed=1).choices[0]
     assert anything.finish_reason == "length" or isinstance(json.loads(anything.message.content), dict)
@@ -204,18 +205,23 @@ def test_calls_that_are_demanded_are_made_in_all_apis(site: Site) -> None:
         assert choice == "required" or {one.name for one in made} == {"take"}
         calls += [(one.name, one.arguments) for one in made]
     offered: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    seeded: Any = {"extra_body": {"seed": 2}}
     said: Any = site.client.responses.create(
-        model="tiny", input="1", tools=offered, tool_choice={"type": "function", "name": "look"}
+        model="tiny", input="1", tools=offered, tool_choice={"type": "function", "name": "look"}, **seeded
     )
     calls += [(item.name, item.arguments) for item in said.output]
     tools: Any = [{"name": tool["function"]["name"], "input_schema": SCHEMA} for tool in TOOLS]
     client = anthropic.Anthropic(base_url=site.url.removesuffix("/v1"), api_key="none")
     for choice in ({"type": "any"}, {"type": "tool", "name": "look"}):
-        asked: Any = {"tools": tools, "tool_choice": choice}
-        turn = client.messages.create(model="tiny", max_tokens=400, messages=ASKED, **asked)
-        assert turn.stop_reason == "tool_use"
-        calls += [(block.name, json.dumps(block.input)) for block in turn.content if block.type == "tool_use"]
-    assert len(calls) >= 11
+        asked: Any = {"tools": tools, "tool_choice": {**choice, "disable_parallel_tool_use": True}}
+        for seed in range(4):
+            more: Any = {"extra_body": {"seed": seed}}
+            turn = client.messages.create(model="tiny", max_tokens=400, messages=ASKED, **asked, **more)
+            assert turn.stop_reason == "tool_use"
+            (block,) = turn.content
+            assert block.type == "tool_use"
+            calls.append((block.name, json.dumps(block.input)))
+    assert len(calls) == 8 + len(said.output) + 8
     for name, text in calls:
         assert name in {"look", "take"}
         assert json.loads(text)["place"] in {"here", "there"}

@@ -49,6 +49,8 @@ class ToolChoice(ContentPart):
     """`auto` leaves it to the model, `any` demands a call, `tool` a call of one tool, `none` forbids calls."""
     name: str | None = None
     """Name of the tool that has to be called."""
+    disable_parallel_tool_use: bool = False
+    """Whether an answer of which a call is demanded has a single one."""
 
 
 class JsonFormat(StrictSection):
@@ -103,6 +105,7 @@ class CountBody(RequestBody):
         choice = {"auto": "auto", "none": "none", "any": "required"}.get(self.tool_choice.type)
         named: Json = {"type": "function", "function": {"name": self.tool_choice.name}}
         fields |= {"model": self.model, "messages": messages, "tool_choice": choice or named}
+        fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
         if self.tools:
             fields["tools"] = [_function(tool) for tool in self.tools]
         if self.output_config.format is not None:
