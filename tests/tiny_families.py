@@ -151,6 +151,8 @@ _PUBLISHED: Mapping[str, object] = {"topk_method": "noaux_tc", "scoring_func": "
 _OF_WIDE: Mapping[str, Mapping[str, object]] = {
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "axk1", "kimi_linear"), _PUBLISHED),
     "dots1": {**_PUBLISHED, "head_dim": 32},
+    "gemma4_text": {"global_head_dim": 64},
+    "gemma4_unified_text": {"global_head_dim": 64},
     "glm4_moe": {"head_dim": 32},
     "falcon_h1": {"mamba_d_ssm": 256},
     "lfm2": {"conv_dim": 128, "block_dim": 128},
