@@ -108,6 +108,7 @@ test-harbor: .venv-harbor/.installed
 	PYTHONPATH=src:. .venv-harbor/bin/python -m pytest --noconftest tests/contracts/test_harbor.py
 
 .venv-harbor/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "harbor needs Python 3.12 or newer: make test-harbor PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv-harbor
 	.venv-harbor/bin/python -m pip install --quiet 'harbor>=0.26,<0.27' pytest pytest-timeout
 	touch $@
