@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from leaderless.data.prompts.images import PromptImage, unpack_images
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.attention.shared_prompts import Family
 from leaderless.models.divergence_scores import TeacherWords
-from leaderless.models.lora.dropout import key_of, mixed
+from leaderless.models.lora.dropout import mixed
 from leaderless.models.routers import UNKNOWN
 from leaderless.models.sampling_support import Support
 from leaderless.planner.workflow.columns import (
@@ -26,6 +27,7 @@ from leaderless.planner.workflow.columns import (
     TEACHER_SIZES,
     TEACHER_TOKENS,
 )
+from leaderless.training.prefix_trees import Tokens, family_of, tree_order
 
 SIDES = "sides"
 """Column of samples that are only used together with the other ones of their prompt, of which they are one side."""
@@ -44,7 +46,7 @@ class Origins:
         ids: [m] int64, samples in the order in which they stand in the pass.
         siblings: [f] int64, how many of them there are of each prompt.
         before: [f] int64, length of each prompt.
-        after: [m] int64, number of tokens of each sample in the pass that follow its prompt.
+        after: [m] int64, number of tokens of the pass that follow the prompt in each sample, and are in none before it.
     """
 
     ids: Tensor
@@ -69,7 +71,7 @@ class Origins:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples packed one after the other, for one forward pass; siblings share the tokens of their prompt.
+    """Samples packed one after the other, for one forward pass; siblings share the tokens that they begin with.
 
     A sample ends before its last sampled token, from which nothing is predicted.
 
@@ -78,13 +80,13 @@ class MicroBatch:
         positions: [T] int64, place of each token in its sample.
         families: Lengths of each prompt and its continuations.
         select: [R] int64, index of the token before each sampled token, at which the latter is predicted. The last
-            token of a prompt predicts the first one of each continuation.
+            token that samples share predicts the next one of each.
         targets: [R] int64, the sampled tokens.
         response_index: [R] int64, their places in the batch's `response_tokens` columns.
         response_lengths: [m] int64, number of sampled tokens of each sample.
         temperature: Temperature at which all tokens were sampled or, if they differ, [R] float32.
         images: Images of the prompts and of what follows them, in the order of their tokens.
-        experts: [T, layers * k] uint8, experts of each token, for a prompt from one of its samples; `UNKNOWN`
+        experts: [T, layers * k] uint8, experts of each token, from the first of its samples that knows them; `UNKNOWN`
             where routers choose, and None if they always do.
         support: Words that the sampled tokens could be drawn as; None if they could all be any word.
         origins: Samples and prompts that the tokens are from; None without samples.
@@ -134,8 +136,9 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """Cut a batch into micro-batches of bounded size, the same number on every rank.
 
-    Siblings come together as far as they fit, so that their prompt is computed once. A rank with fewer micro-batches
-    than others gets empty ones, so that all ranks of the process group take part in the same number of passes.
+    Siblings come together as far as they fit, so that their prompt is computed once, and what else several of them
+    begin with. A rank with fewer micro-batches than others gets empty ones, so that all ranks of the process group take
+    part in the same number of passes.
 
     A micro-batch has at most `max_tokens`, or a single sample that is longer; samples with the column `sides` are never
     separated from the others of their prompt. Samples of several prompts are put
@@ -201,6 +204,21 @@ class _Samples:
         optional = (temperatures, images, later_images, experts, support, teacher)
         return cls(batch.ids, own, prompt_of_row, continuations, mask, inputs, counts, *optional, SIDES in batch)
 
+    def texts(self, rows: Sequence[int]) -> list[Tokens]:
+        """The tokens of rows behind their prompts that are in passes, those of images as hashes of these."""
+        which = torch.tensor(rows)
+        begins, counts = self.continuations.offsets[which].tolist(), self.inputs[which].tolist()
+        values = self.continuations.values.numpy()
+        found = [values[begin : begin + count] for begin, count in zip(begins, counts, strict=True)]
+        if self.later_images is None:
+            return found
+        columns = self.later_images.select(which).rows(), self.prompts.lengths[self.prompt_of_row[which]].tolist()
+        for place, (packed, length) in enumerate(zip(*columns, strict=True)):
+            found[place] = text = found[place].copy()
+            for image in unpack_images(packed.numpy().tobytes()):
+                text[image.place - length :][: image.num_tokens] = image.digest
+        return found
+
 
 def _with_prompts(batch: Batch) -> Batch:
     """The same samples with prompts of their own, where some have none: they take the first token of what follows.
@@ -226,31 +244,45 @@ def _with_prompts(batch: Batch) -> Batch:
 
 @dataclass
 class _Siblings:
-    """Rows of one prompt, and the tokens that they take together."""
+    """Rows of one prompt in the order of a tree.
+
+    Attributes:
+        rows: The rows.
+        shared: Tokens behind the prompt that each has in common with the one before it.
+        num_tokens: Tokens that they take together.
+        common: Tokens behind the prompt that the next row has in common with them.
+    """
 
     rows: list[int]
+    shared: list[int]
     num_tokens: int
+    common: int = 0
+
+    def add(self, row: int, inputs: int) -> None:
+        """Take one more row, of so many tokens behind the prompt."""
+        self.rows.append(row)
+        self.shared.append(self.common)
+        self.num_tokens += inputs - self.common
 
 
 def _families(samples: _Samples, max_tokens: int) -> list[_Siblings]:
     """Siblings together, the longest first; in several parts where they do not fit into one micro-batch."""
-    by_length = torch.argsort(samples.inputs, descending=True, stable=True)
-    order = by_length[torch.argsort(samples.prompt_of_row[by_length], stable=True)]
-    prompts, inputs = samples.prompt_of_row[order], samples.inputs[order]
-    columns = (order, prompts, samples.prompts.lengths[prompts], inputs)
-    families: list[_Siblings] = []
-    first, last = 0, -1
-    for row, prompt, before, after in zip(*(column.tolist() for column in columns), strict=True):
-        if prompt != last:
-            first, last = len(families), prompt
-        places = range(first, len(families))
-        fits = samples.are_together
-        place = next((one for one in places if fits or families[one].num_tokens + after <= max_tokens), None)
-        if place is None:
-            families.append(_Siblings([row], before + after))
-        else:
-            families[place].rows.append(row)
-            families[place].num_tokens += after
+    order = torch.argsort(samples.prompt_of_row, stable=True)
+    prompts, counts = samples.prompt_of_row[order].unique_consecutive(return_counts=True)
+    lengths, families = samples.inputs.tolist(), list[_Siblings]()
+    for before, rows in zip(samples.prompts.lengths[prompts].tolist(), order.split(counts.tolist()), strict=True):
+        own, numbers = list[_Siblings](), rows.tolist()
+        for place, shared in zip(*tree_order(samples.texts(numbers)), strict=True):
+            row, inputs = numbers[place], lengths[numbers[place]]
+            for one in own:
+                one.common = min(one.common, shared)
+            fitting = [one for one in own if samples.are_together or one.num_tokens + inputs - one.common <= max_tokens]
+            best = max(fitting, key=attrgetter("common"), default=None)
+            if best is None:
+                own.append(best := _Siblings([], [], before))
+            best.add(row, inputs)
+            best.common = inputs
+        families += own
     return families
 
 
@@ -270,8 +302,9 @@ def _fill(families: Sequence[_Siblings], enough_tokens: int) -> list[list[_Sibli
 
 
 def _pack(samples: _Samples, families: Sequence[_Siblings]) -> MicroBatch:
-    """One micro-batch of some rows; rows of a prompt stand together."""
+    """One micro-batch of some rows; rows of a prompt stand together, and begin with what they share."""
     rows = torch.tensor([row for family in families for row in family.rows])
+    shared = torch.tensor([count for family in families for count in family.shared])
     sizes = torch.tensor([len(family.rows) for family in families])
     firsts = sizes.cumsum(0) - sizes
     family_of_row = torch.repeat_interleave(torch.arange(len(families)), sizes)
@@ -279,11 +312,12 @@ def _pack(samples: _Samples, families: Sequence[_Siblings]) -> MicroBatch:
     prompts = samples.prompts.select(which)
     continuations, sampled = samples.continuations.select(rows), samples.mask.select(rows).values
     before, after = prompts.lengths, samples.inputs[rows]
-    # A continuation starts after all prompts so far, including its own, and all continuations so far.
-    starts = before.cumsum(0)[family_of_row] + after.cumsum(0) - after
+    new = after - shared
+    # What a row adds starts after all prompts so far, including its own, and all that rows have added so far.
+    starts = before.cumsum(0)[family_of_row] + new.cumsum(0) - new
     prompt_index = ragged_index(starts[firsts] - before, before)
-    index = ragged_index(starts, after)
-    tokens = torch.empty(len(prompt_index) + len(index), dtype=torch.int64)
+    index = _places(starts - shared, after, shared)
+    tokens = torch.empty(len(prompt_index) + int(new.sum()), dtype=torch.int64)
     tokens[prompt_index] = prompts.values
     tokens[index] = continuations.values[ragged_index(continuations.offsets[:-1], after)]
     positions = torch.empty_like(tokens)
@@ -291,6 +325,8 @@ def _pack(samples: _Samples, families: Sequence[_Siblings]) -> MicroBatch:
     positions[index] = ragged_index(before[family_of_row], after)
     step = ragged_index(torch.zeros_like(rows), continuations.lengths)[sampled]
     row = torch.repeat_interleave(torch.arange(len(rows)), continuations.lengths)[sampled]
+    last_of_prompt = (starts[firsts] - 1)[family_of_row[row]]
+    index_before = ((after.cumsum(0) - after)[row] + step - 1).clamp(min=0)
     counts = samples.counts[rows]
     response_index = ragged_index((samples.counts.cumsum(0) - samples.counts)[rows], counts)
     experts = None
@@ -301,45 +337,64 @@ def _pack(samples: _Samples, families: Sequence[_Siblings]) -> MicroBatch:
         tokens=tokens,
         positions=positions,
         families=[
-            Family(prompt, tuple(length for length in lengths.tolist() if length))
-            for prompt, lengths in zip(before.tolist(), torch.split(after, sizes.tolist()), strict=True)
+            family_of(prompt, lengths.tolist(), one.shared)
+            for prompt, lengths, one in zip(before.tolist(), torch.split(after, sizes.tolist()), families, strict=True)
         ],
-        select=torch.where(step == 0, starts[firsts][family_of_row[row]], starts[row] + step) - 1,
+        select=torch.where(step == 0, last_of_prompt, torch.cat([index, step.new_zeros(1)])[index_before]),
         targets=continuations.values[sampled],
         response_index=response_index,
         response_lengths=counts,
         temperature=1.0 if samples.temperatures is None else _common(samples.temperatures[response_index]),
-        images=_images(samples, rows, which, before[family_of_row], (starts[firsts] - before, starts), after),
+        images=_images(
+            samples, (which, starts[firsts] - before), (rows, before[family_of_row]), index.split(after.tolist())
+        ),
         experts=experts,
         support=None if samples.support is None else samples.support[response_index],
-        origins=Origins(samples.ids[rows], sizes, before, after),
+        origins=Origins(samples.ids[rows], sizes, before, new),
         teacher=None if samples.teacher is None else samples.teacher[response_index],
     )
 
 
+def _places(begins: Tensor, lengths: Tensor, shared: Tensor) -> Tensor:
+    """Places in the pass of the tokens of rows behind their prompts: shared ones are where the row before has them.
+
+    Args:
+        begins: [m] int64, place of the first token of each row, if it shared none.
+        lengths: [m] int64, number of tokens of each row.
+        shared: [m] int64, number of tokens that each shares with the one before it.
+    """
+    index = ragged_index(begins, lengths)
+    parts = index.split(lengths.tolist())
+    for place in shared.nonzero().flatten().tolist():
+        count = int(shared[place])
+        parts[place][:count] = parts[place - 1][:count]
+    return index
+
+
 def _images(
-    samples: _Samples, rows: Tensor, prompts: Tensor, before: Tensor, begins: tuple[Tensor, Tensor], inputs: Tensor
+    samples: _Samples, prompts: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor], places: Sequence[Tensor]
 ) -> tuple[PromptImage, ...]:
     """The images of a pass, in the order of their tokens.
 
     Args:
         samples: The samples.
-        rows: [m] int64, rows of the pass.
-        prompts: [n] int64, prompts of the pass.
-        before: [m] int64, length of the prompt of each sample.
-        begins: Places in the pass of each prompt and of what follows it in each sample.
-        inputs: [m] int64, number of tokens of each sample in the pass that follow its prompt.
+        prompts: [n] int64, prompts of the pass, and the place of the first token of each.
+        rows: [m] int64, rows of the pass, and the length of the prompt of each.
+        places: Places of the tokens of each row behind its prompt.
     """
-    found: list[PromptImage] = []
+    found = dict[int, PromptImage]()
     if samples.images is not None:
-        for packed, begin in zip(samples.images.select(prompts).rows(), begins[0].tolist(), strict=True):
-            found += [image.moved(begin) for image in unpack_images(packed.numpy().tobytes())]
+        for packed, begin in zip(samples.images.select(prompts[0]).rows(), prompts[1].tolist(), strict=True):
+            found |= {image.place + begin: image.moved(begin) for image in unpack_images(packed.numpy().tobytes())}
     if samples.later_images is not None:
-        columns = (samples.later_images.select(rows).rows(), before.tolist(), begins[1].tolist(), inputs.tolist())
-        for packed, length, begin, count in zip(*columns, strict=True):
-            own = [image.moved(-length) for image in unpack_images(packed.numpy().tobytes())]
-            found += [image.moved(begin) for image in own if image.place < count]
-    return tuple(sorted(found, key=lambda image: image.place))
+        for packed, length, own in zip(
+            samples.later_images.select(rows[0]).rows(), rows[1].tolist(), places, strict=True
+        ):
+            for image in unpack_images(packed.numpy().tobytes()):
+                if image.place - length < len(own):
+                    place = int(own[image.place - length])
+                    found[place] = image.moved(place - image.place)
+    return tuple(found[place] for place in sorted(found))
 
 
 def _packed_experts(
@@ -365,11 +420,11 @@ def _packed_experts(
         )
     packed = experts.values.new_full((sum(map(len, places)), width), UNKNOWN)
     parts = zip(experts.rows(), is_known.tolist(), family_of_row.tolist(), strict=True)
-    inputs, prompts = list(torch.split(places[1], after.tolist())), torch.split(places[0], before.tolist())
+    inputs, prompts = torch.split(places[1], after.tolist()), torch.split(places[0], before.tolist())
     for row, (values, known, family) in enumerate(parts):
         if known:
-            own = values.view(-1, width)
-            packed[prompts[family]], packed[inputs[row]] = own[: before[family]], own[before[family] :]
+            own = torch.cat([prompts[family], inputs[row]])
+            packed[own] = torch.where(packed[own] == UNKNOWN, values.view(-1, width), packed[own])
     return packed
 
 
@@ -385,28 +440,30 @@ def _common(temperatures: Tensor) -> float | Tensor:
 def token_keys(micro_batch: MicroBatch, seed: int, update: int) -> Tensor:
     """A key for each token of a micro-batch, [T] int64, which depends on no other sample.
 
-    The key of a token after the prompt follows from the id of its sample and from its position there. Siblings share
-    the tokens of their prompt. A prompt's keys follow from all of its tokens and the position of each, so that they are
-    the same in all passes over its siblings, if these do not fit into one.
+    It follows from the token, from those before it in its sample and from the position of each. So tokens that samples
+    share have the same keys in all passes over them, if these do not fit into one.
 
     Args:
         micro_batch: The micro-batch.
         seed: Seed of the run.
         update: Number of optimizer steps so far; keys differ from step to step.
     """
-    origins = micro_batch.origins
-    if origins is None:
-        return torch.zeros(len(micro_batch.tokens), dtype=torch.int64)
-    siblings = origins.siblings
-    # A prompt comes before its siblings, so the segments before it belong to all earlier prompts and samples.
-    prompts = torch.arange(len(siblings)) + siblings.cumsum(0) - siblings
-    is_prompt = torch.zeros(len(siblings) + len(origins.ids), dtype=torch.bool).index_fill_(0, prompts, value=True)
-    lengths = torch.empty_like(is_prompt, dtype=torch.int64)
-    lengths[is_prompt], lengths[~is_prompt] = origins.before, origins.after
-    segment = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     contents = mixed(micro_batch.tokens ^ mixed(micro_batch.positions))
-    owners = torch.zeros_like(lengths).index_add_(0, segment, contents)
-    owners[~is_prompt] = origins.ids
-    run = mixed(mixed(torch.tensor([seed])) ^ update)
-    owners = mixed(mixed(owners) ^ mixed(run ^ torch.where(is_prompt, key_of("prompt"), key_of("sample"))))
-    return mixed(owners[segment] ^ micro_batch.positions)
+    total, lengths, parents = contents.cumsum(0), list[int](), list[int]()
+    for family in micro_batch.families:
+        first = len(lengths) + 1
+        lengths += [family.prompt, *family.continuations]
+        parents += [-1, *(parent + first for parent in family.parents or (-1,) * len(family.continuations))]
+    ends = torch.tensor(lengths).cumsum(0)
+    sums = [0, *total[ends - 1].tolist()]
+    before, through = list[int](), list[int]()  # of each part: what its sums have too much, and the sum at its end
+    for part, parent in enumerate(parents):
+        before.append(_wrapped(sums[part] - (through[parent] if parent >= 0 else 0)))
+        through.append(sums[part + 1] - before[part])
+    own = total - torch.repeat_interleave(torch.tensor(before), torch.tensor(lengths))
+    return mixed(mixed(own) ^ mixed(mixed(torch.tensor([seed])) ^ update))
+
+
+def _wrapped(number: int) -> int:
+    """What 64 bits with a sign keep of a whole number."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -265,6 +265,7 @@ LARGE: dict[str, PreTrainedConfig] = {
         num_key_value_heads=8,
     ),
     "DeepSeek-V3": transformers.DeepseekV3Config(),
+    "dots 3": transformers.CONFIG_MAPPING["dots3_note_text"](),
     "Qwen3-VL": transformers.Qwen3VLConfig(),
     "Gemma 4, dense": transformers.Gemma4TextConfig(
         hidden_size=1536,

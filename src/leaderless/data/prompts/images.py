@@ -7,6 +7,7 @@ computes with them.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,12 @@ class PromptImage(NamedTuple):
     def num_saved(self) -> int:
         """Positions that it takes less than it has tokens."""
         return self.num_tokens - max(self.rows, self.columns)
+
+    @property
+    def digest(self) -> int:
+        """Number of 64 bits that another image hardly has, wherever its tokens are."""
+        shape = struct.pack("<HH", self.rows, self.columns)
+        return int.from_bytes(hashlib.blake2b(shape + self.data, digest_size=8).digest(), "little", signed=True)
 
     def moved(self, by: int) -> PromptImage:
         """The same image with its tokens elsewhere."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -18,10 +18,36 @@ BUCKET_FILL = 0.75
 
 @dataclass(frozen=True)
 class PromptBlock:
-    """Consecutive tokens that attend to themselves, causally, and to a prompt before them."""
+    """Consecutive tokens that attend to themselves, causally, and to whole blocks before them.
 
-    before: range
+    Attributes:
+        before: Blocks that they continue: a prompt, then what follows it.
+        own: Their places in the pass.
+    """
+
+    before: tuple[range, ...]
     own: range
+
+    @property
+    def position(self) -> int:
+        """Number of tokens before them in their sequences."""
+        return sum(map(len, self.before))
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of their sequence, up to their last one."""
+        return self.position + len(self.own)
+
+    @property
+    def places(self) -> Tensor:
+        """[length] int64, places in the pass of all of these tokens."""
+        return torch.cat([torch.arange(part.start, part.stop) for part in (*self.before, self.own)])
+
+
+def following(blocks: Sequence[PromptBlock]) -> Mapping[range, range]:
+    """The blocks that others continue, each with the tokens of those, which are next to it."""
+    ends = {before: block.own.stop for block in blocks for before in block.before}
+    return {before: range(before.stop, end) for before, end in ends.items()}
 
 
 @dataclass(frozen=True)
@@ -124,7 +150,7 @@ class Repeats:
 
 
 class SequenceCopies:
-    """The sequences of a pass one after the other, each continuation with a copy of its prompt before it.
+    """The sequences of a pass one after the other, each block with copies of those that it continues before it.
 
     Attributes:
         blocks: The sequences, which attend to themselves alone.
@@ -133,12 +159,12 @@ class SequenceCopies:
 
     def __init__(self, blocks: Sequence[PromptBlock], device: torch.device) -> None:
         """Plan the copies for blocks that follow one another."""
-        lengths = [len(block.before) + len(block.own) for block in blocks]
-        self.blocks = [PromptBlock(range(0), range(*ends)) for ends in pairwise(accumulate([0, *lengths]))]
-        rows = torch.cat([torch.arange(part.start, part.stop) for one in blocks for part in (one.before, one.own)])
+        lengths = [block.length for block in blocks]
+        self.blocks = [PromptBlock((), range(*ends)) for ends in pairwise(accumulate([0, *lengths]))]
+        rows = torch.cat([block.places for block in blocks])
         self.sequences = torch.split(placed(rows, device), lengths)
         self._copies = Repeats(rows, int(rows.max()) + 1, device)
-        is_own = [is_own for one in blocks for is_own in [False] * len(one.before) + [True] * len(one.own)]
+        is_own = [is_own for one in blocks for is_own in [False] * one.position + [True] * len(one.own)]
         self._own = placed(torch.tensor(is_own).nonzero().squeeze(1), device)
 
     def take(self, values: Tensor) -> Tensor:

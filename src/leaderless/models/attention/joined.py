@@ -18,15 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import groupby, pairwise
-from operator import attrgetter
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from leaderless.models.attention.blocks import LengthBuckets, PromptBlock, SequenceCopies
+from leaderless.models.attention.blocks import LengthBuckets, PromptBlock, SequenceCopies, following
 from leaderless.models.attention.form import AttentionForm, gradient_of_sinks
 from leaderless.models.attention.recurrence import Mixer, RecurrentPasses, SteppedMixer
 from leaderless.models.attention.some_keys import Crossing, attend_within, gradients_within
@@ -49,10 +48,10 @@ class JoinedCalls(NamedTuple):
 
 
 class JoinedAttention:
-    """Attention of blocks to themselves and to prompts before them, of any form, on any device."""
+    """Attention of blocks to themselves and to what they continue, of any form, on any device."""
 
     def __init__(self, blocks: Sequence[PromptBlock], device: torch.device) -> None:
-        """Plan calls for blocks that follow one another; those with the same prompt follow it."""
+        """Plan calls for blocks that follow one another; those that continue a block come next to it."""
         self._blocks, self._device = blocks, device
         self._calls: dict[AttentionKind, JoinedCalls] = {}
 
@@ -77,7 +76,7 @@ class JoinedAttention:
         return RecurrentPasses(self._copies.blocks, self._device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:  # noqa: ARG002
-        """Attend within blocks, and from continuations to their prompts; to chosen keys, in copies of sequences."""
+        """Attend within blocks, and from blocks to those they continue; to chosen keys, in copies of sequences."""
         if form.chosen is not None:
             buckets = self._buckets_of_copies
             chosen = JoinedCalls(buckets, (), form.chosen.masks(self._copies, buckets))
@@ -90,23 +89,19 @@ class JoinedAttention:
         return output
 
     def recur(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:  # noqa: ARG002
-        """Read blocks, continuations from the states behind their prompts on, or after copies of their prompts."""
+        """Read blocks, from the states behind those that they continue on, or after copies of them."""
         if isinstance(mixer, SteppedMixer):
             return self._copies.own(self._recurrent_copies.recur(mixer, self._copies.take(hidden)))
         return self._recurrent.recur(mixer, hidden)
 
     def _calls_of(self, kind: AttentionKind) -> JoinedCalls:
-        longest = max(len(block.before) + len(block.own) for block in self._blocks)
-        if kind.first_key(longest - 1) == 0:
-            groups = [(before, [*blocks]) for before, blocks in groupby(self._blocks, attrgetter("before")) if before]
-            whole = [
-                Crossing(slice(before.start, before.stop), slice(blocks[0].own.start, blocks[-1].own.stop))
-                for before, blocks in groups
-            ]
+        if kind.first_key(max(block.length for block in self._blocks) - 1) == 0:
+            pairs = following(self._blocks).items()
+            whole = [Crossing(slice(keys.start, keys.stop), slice(own.start, own.stop)) for keys, own in pairs]
             return JoinedCalls(self._buckets, whole)
         cells = [_cells(kind, block) for block in self._blocks]
         buckets = LengthBuckets([len(cell) for some in cells for cell in some], self._device)
-        return JoinedCalls(buckets, [*self._between_cells(kind, cells), *self._to_prompts(kind)])
+        return JoinedCalls(buckets, [*self._between_cells(kind, cells), *self._to_earlier_blocks(kind)])
 
     def _between_cells(self, kind: AttentionKind, cells: Sequence[Sequence[range]]) -> Iterator[Crossing]:
         """Calls from the cells of a window to those before them, together for cells of the same length."""
@@ -116,39 +111,48 @@ class JoinedAttention:
         for cell in (cell for some in cells for cell in some[1:]):
             begins.setdefault(min(len(cell), kind.window - 1), []).append(cell.start)
         for count, places in begins.items():
-            yield from self._through_window(kind.window, count, places, places, kind.window - 1)
+            before = torch.tensor(places)[:, None] + torch.arange(1 - kind.window, 0)
+            yield from self._through_window(kind.window, count, places, before)
 
-    def _to_prompts(self, kind: AttentionKind) -> Iterator[Crossing]:
-        """Calls from the first cells of continuations to what they see of their prompts."""
-        for before, blocks in groupby(self._blocks, attrgetter("before")):
-            if not before:
-                continue
-            siblings = [*blocks]
-            first = kind.first_key(len(before)) + before.start
-            if kind.first_key(len(before) + max(len(block.own) for block in siblings) - 1) == 0:
-                rest = slice(siblings[0].own.start, siblings[-1].own.stop)
-                yield Crossing(slice(before.start, before.stop), rest)
+    def _to_earlier_blocks(self, kind: AttentionKind) -> Iterator[Crossing]:
+        """Calls from the first cells of blocks to what they see of those that they continue."""
+        groups = dict[tuple[range, ...], list[PromptBlock]]()
+        for block in self._blocks:
+            if block.before:
+                groups.setdefault(block.before, []).append(block)
+        for siblings in groups.values():
+            one = siblings[0]
+            before = one.places[: one.position][None]
+            first = kind.first_key(one.position)
+            if kind.first_key(max(block.length for block in siblings) - 1) == 0:
+                yield Crossing(self._at(one.before), self._at([block.own for block in siblings]))
             elif kind.window is None:
-                if first < before.stop:
+                if first < one.position:
                     cells = torch.tensor([[place for block in siblings for place in _cells(kind, block)[0]]])
-                    yield Crossing(slice(first, before.stop), placed(cells, self._device))
+                    yield Crossing(placed(before[:, first:], self._device), placed(cells, self._device))
             else:
                 begins = dict[int, list[int]]()
                 for block in siblings:
                     begins.setdefault(min(len(block.own), kind.window - 1), []).append(block.own.start)
                 for count, places in begins.items():
-                    yield from self._through_window(kind.window, count, places, [before.stop], before.stop - first)
+                    yield from self._through_window(kind.window, count, places, before[:, first:])
+
+    def _at(self, parts: Sequence[range]) -> slice | Tensor:
+        """The places of a call that are in some parts of a pass."""
+        if all(one.stop == other.start for one, other in pairwise(parts)):
+            return slice(parts[0].start, parts[-1].stop)
+        return placed(torch.cat([torch.arange(part.start, part.stop) for part in parts])[None], self._device)
 
     def _through_window(
-        self, window: int, num_queries: int, begins: Sequence[int], ends: Sequence[int], num_keys: int
+        self, window: int, num_queries: int, begins: Sequence[int], before: Tensor
     ) -> Iterator[Crossing]:
-        """Calls from the first tokens of cells, which begin at some places, to tokens before others.
+        """Calls from the first tokens of cells, which begin at some places, to tokens before them.
 
-        Of the w - 1 places before a cell, the last `num_keys` exist, and the token at place i of the cell sees those
-        from place i on. So all see those behind the number of tokens, and the rest is a triangle in reverse order, next
-        to a rectangle if the first places do not exist.
+        Of the w - 1 tokens before a cell, the last ones exist, of which the places, [cells or 1, n] int64, are given.
+        The token at place i of the cell sees those from place i on. So all see those behind the number of tokens, and
+        the rest is a triangle in reverse order, next to a rectangle if the first places do not exist.
         """
-        missing = window - 1 - num_keys
+        missing = window - 1 - before.shape[1]
         triangle = range(num_queries - 1, missing - 1, -1)
         for queries, keys, is_causal in (
             (range(num_queries), range(max(num_queries, missing), window - 1), False),
@@ -156,14 +160,14 @@ class JoinedAttention:
             (triangle, triangle, True),
         ):
             if queries and keys:
-                before = torch.tensor(ends)[:, None] - (window - 1) + torch.tensor(keys)
+                seen = before[:, torch.tensor(keys) - missing]
                 own = torch.tensor(begins)[:, None] + torch.tensor(queries)
-                yield Crossing(placed(before, self._device), placed(own, self._device), is_causal)
+                yield Crossing(placed(seen, self._device), placed(own, self._device), is_causal)
 
 
 def _cells(kind: AttentionKind, block: PromptBlock) -> list[range]:
     """Cut a block where a chunk ends, or into cells as long as the window."""
-    first = kind.window if kind.chunk is None else kind.chunk - len(block.before) % kind.chunk
+    first = kind.window if kind.chunk is None else kind.chunk - block.position % kind.chunk
     size = kind.window if kind.chunk is None else kind.chunk
     assert first is not None
     assert size is not None

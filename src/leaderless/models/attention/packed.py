@@ -119,7 +119,7 @@ class PackedAttention(JoinedAttention):
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         """Plan calls for sequences of some lengths."""
         ends = [*accumulate(lengths)]
-        blocks = [PromptBlock(range(0), range(end - own, end)) for own, end in zip(lengths, ends, strict=True)]
+        blocks = [PromptBlock((), range(end - own, end)) for own, end in zip(lengths, ends, strict=True)]
         super().__init__(blocks, device)
         self._longest = max(lengths)
         self._buckets = LengthBuckets(lengths, device)  # now, as part of what a pass sends to its device

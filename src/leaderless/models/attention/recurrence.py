@@ -10,13 +10,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from leaderless.models.attention.blocks import LengthBuckets, PromptBlock, Repeats
+from leaderless.models.attention.blocks import LengthBuckets, PromptBlock, Repeats, following
 from leaderless.models.attention.form import current_pass
 from leaderless.models.uploads import placed
 
@@ -202,8 +204,8 @@ def is_mixer(module: nn.Module) -> bool:
 def states_problem(model: nn.Module, hidden_size: int) -> str:
     """Why states of layers do not begin what follows; empty if they do, exactly. One layer of each class is tried.
 
-    A text is read at once, in two parts, and then token by token. In a trial of the whole model, a state that counts
-    for little would not be missed.
+    A text is read at once, in two and three parts, and then token by token. In a trial of the whole model, a state that
+    counts for little would not be missed.
     """
     generator, tried = torch.Generator().manual_seed(0), set[type]()
     for module in model.modules():
@@ -213,7 +215,7 @@ def states_problem(model: nn.Module, hidden_size: int) -> str:
         tried.add(type(module))
         rows, end = 3 * torch.randn(2, _TRIED_TOKENS, hidden_size, generator=generator), _TRIED_TOKENS - 2
         whole = layer.mixer(rows)[:, end:]
-        for lengths in ([end, 2], [end, 1, 1]):
+        for lengths in ([end, 2], [end - 4, 4, 2], [end, 1, 1]):
             states = LayerStates()
             found = torch.cat([layer.mixer(part, states) for part in torch.split(rows, lengths, dim=1)], dim=1)[:, end:]
             error = float((found - whole).abs().max() / whole.std().clamp(min=1e-12))
@@ -226,7 +228,7 @@ class _Rows:
     """Sequences that are read in one call, padded to the longest."""
 
     def __init__(self, members: Sequence[range], before: Repeats | None, device: torch.device) -> None:
-        """Plan to read tokens of a pass, after those of all prompts that are taken if there are any."""
+        """Plan to read tokens of a pass, after those of all blocks that are taken if there are any."""
         # A single token after others would be read in place, as while decoding, which leaves no gradient.
         longest = max([2 * (before is not None), *map(len, members)])
         steps, ends = torch.arange(longest), torch.tensor([[own.stop - 1] for own in members])
@@ -245,36 +247,44 @@ class _Rows:
 
 
 class RecurrentPasses:
-    """Calls in which layers read the blocks of a pass: first those that begin a sequence, then continuations."""
+    """Calls in which layers read the blocks of a pass: each after the block that it continues."""
 
     def __init__(self, blocks: Sequence[PromptBlock], device: torch.device) -> None:
-        shared = list(dict.fromkeys(block.before for block in blocks if block.before))
-        known = set(shared)
-        alone = [block.own for block in blocks if not block.before and block.own not in known]
-        # The state behind padding would not be that of the prompt, so that those read together are equally long.
-        by_length: dict[int, list[range]] = {}
-        for prompt in shared:
-            by_length.setdefault(len(prompt), []).append(prompt)
-        self._prompts = [_Rows(members, None, device) for members in by_length.values()]
-        number = {prompt: place for place, prompt in enumerate(one for some in by_length.values() for one in some)}
-        later = [block for block in blocks if block.before]
-        self._rest = [_Rows([alone[i] for i in some], None, device) for some in _alike([*map(len, alone)])]
-        for some in _alike([len(block.own) for block in later]):
-            before = Repeats(torch.tensor([number[later[i].before] for i in some]), len(shared), device)
-            self._rest.append(_Rows([later[i].own for i in some], before, device))
-        places = torch.cat([rows.places for rows in (*self._prompts, *self._rest)])
+        shared = following(blocks)
+        # The state behind padding would not be that of a block, so that those read together are equally long.
+        by_length = dict[tuple[int, int], list[PromptBlock]]()
+        for block in blocks:
+            if block.own in shared:
+                by_length.setdefault((len(block.before), len(block.own)), []).append(block)
+        number, self._shared, self._rest = dict[range, int](), list[list[_Rows]](), list[_Rows]()
+
+        def rows_of(members: Sequence[PromptBlock]) -> _Rows:
+            places = [number[block.before[-1]] for block in members if block.before]
+            before = Repeats(torch.tensor(places), len(number), device) if places else None
+            return _Rows([block.own for block in members], before, device)
+
+        for _, same in groupby(sorted(by_length), itemgetter(0)):
+            level = [by_length[depth, length] for depth, length in same]
+            self._shared.append([rows_of(members) for members in level])
+            number |= {block.own: len(number) + i for i, block in enumerate(chain.from_iterable(level))}
+        for is_later in (False, True):
+            rest = [block for block in blocks if bool(block.before) == is_later and block.own not in shared]
+            self._rest += [rows_of([rest[i] for i in some]) for some in _alike([len(block.own) for block in rest])]
+        places = torch.cat([rows.places for rows in (*chain(*self._shared), *self._rest)])
         self._order = placed(places.argsort(), device)
 
     def recur(self, mixer: Mixer, hidden: Tensor) -> Tensor:
         """Read [T, hidden_size] tokens of a pass."""
-        found, kept = list[Tensor](), list[LayerStates]()
-        for rows in self._prompts:
-            kept.append(states := LayerStates())
-            found.append(rows.read(mixer, hidden, states))
-        known = LayerStates.joined(kept) if kept else None
-        for rows in self._rest:
-            after = None if rows.before is None or known is None else known.changed(rows.before.take)
-            found.append(rows.read(mixer, hidden, after))
+        found, known = list[Tensor](), list[LayerStates]()
+
+        def before(rows: _Rows) -> LayerStates | None:
+            return None if rows.before is None else known[0].changed(rows.before.take)
+
+        for level in self._shared:
+            kept = [before(rows) or LayerStates() for rows in level]
+            found += [rows.read(mixer, hidden, states) for rows, states in zip(level, kept, strict=True)]
+            known = [LayerStates.joined([*known, *kept])]
+        found += [rows.read(mixer, hidden, before(rows)) for rows in self._rest]
         return torch.cat(found).index_select(0, self._order)
 
 

@@ -16,7 +16,7 @@ from torch.autograd.function import FunctionCtx
 from typing_extensions import override
 
 from leaderless.distributed.in_flight import PendingMessage
-from leaderless.models.attention.blocks import LengthBuckets
+from leaderless.models.attention.blocks import LengthBuckets, PromptBlock, following
 from leaderless.models.attention.form import AttentionForm, gradient_of_sinks
 from leaderless.models.attention.packed import Attention
 from leaderless.models.attention.recurrence import Mixer
@@ -47,14 +47,15 @@ class RingAttention:
         self.peers, self.place = ranks.peers, ranks.place
         length = sum(family.num_tokens for family in families) // (2 * ranks.size)
         own = ranks.chunks(ranks.place)
-        pieces = [_cut(block.own, chunk, length) for chunk in own for block in blocks_of(families)]
+        blocks = [*blocks_of(families)]
+        pieces = [_cut(block.own, chunk, length) for chunk in own for block in blocks]
         self.diagonal = LengthBuckets([len(piece) for piece in pieces if piece], device)
         self.crossings = [
             [
                 _crossing(queries, keys, (i, a), (j, b), length)
                 for i, a in enumerate(own)
                 for j, b in enumerate(ranks.chunks(place))
-                for queries, keys in _pairs(families, a, b, length)
+                for queries, keys in _pairs(blocks, a, b, length)
                 if queries and keys
             ]
             for place in range(ranks.size)
@@ -84,18 +85,14 @@ def _cut(tokens: range, chunk: int, length: int) -> range:
     return range(max(tokens.start, chunk * length), min(tokens.stop, (chunk + 1) * length))
 
 
-def _pairs(families: Sequence[Family], a: int, b: int, length: int) -> Iterator[tuple[range, range]]:
+def _pairs(blocks: Sequence[PromptBlock], a: int, b: int, length: int) -> Iterator[tuple[range, range]]:
     """Queries in chunk `a` and keys in chunk `b` that each of them sees, without its own piece of a block."""
     if b > a:
         return
-    begin = 0
-    for family in families:
-        end, middle = begin + family.num_tokens, begin + family.prompt
-        if len(family.continuations) > 1:
-            yield _cut(range(middle, end), a, length), _cut(range(begin, middle), b, length)
-        begin = end
+    for keys, queries in following(blocks).items():
+        yield _cut(queries, a, length), _cut(keys, b, length)
     if b < a:
-        for block in blocks_of(families):
+        for block in blocks:
             yield _cut(block.own, a, length), _cut(block.own, b, length)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from leaderless.models.attention.blocks import PromptBlock, Repeats
+from leaderless.models.attention.blocks import PromptBlock, Repeats, SequenceCopies, following
 from leaderless.models.attention.form import AttentionForm
 from leaderless.models.attention.joined import JoinedAttention
 from leaderless.models.attention.npu import MAX_SEQUENCES, FusionAttention, attend_packed, fusion_attention
@@ -24,14 +25,22 @@ from leaderless.models.uploads import placed
 
 @dataclass(frozen=True)
 class Family:
-    """Numbers of tokens, at least 1, of a prompt and of its continuations, of which there may be none.
+    """A prompt and its continuations, of which there may be none: a tree of tokens.
 
-    The tokens are consecutive: the prompt, then each continuation. A continuation attends to the prompt and to
-    itself, never to its siblings.
+    The tokens are consecutive: the prompt, then each continuation, right behind the one that it continues or behind all
+    that continue its last sibling. A continuation attends to itself and to all that it continues, back to the prompt,
+    never to its siblings.
+
+    Attributes:
+        prompt: Number of tokens of the prompt, at least 1.
+        continuations: Numbers of tokens of the continuations, at least 1.
+        parents: Number of the continuation that each of them continues, -1 for the prompt; without any, all of them
+            continue the prompt.
     """
 
     prompt: int
     continuations: tuple[int, ...]
+    parents: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -40,8 +49,8 @@ class Family:
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the prompt with its longest continuation."""
-        return self.prompt + max(self.continuations, default=0)
+        """Number of tokens of the longest sequence, from the first token of the prompt on."""
+        return max(block.length for block in blocks_of([self]))
 
 
 def attention_over(families: Sequence[Family], device: torch.device, compute_dtype: torch.dtype) -> Attention:
@@ -57,33 +66,38 @@ def attention_over(families: Sequence[Family], device: torch.device, compute_dty
 
 
 def blocks_of(families: Sequence[Family]) -> Iterator[PromptBlock]:
-    """Cut a pass into blocks, each token in one of them; a single continuation is one block with its prompt."""
-    end = 0
+    """Cut a pass into blocks, each token in one of them; a single continuation is one block with what it continues."""
+    begin = end = 0
     for family in families:
-        begin, end = end, end + family.prompt
-        if len(family.continuations) == 1:
-            end += family.continuations[0]
-            yield PromptBlock(range(0), range(begin, end))
-            continue
-        prompt = range(begin, end)
-        yield PromptBlock(range(0), prompt)
-        for length in family.continuations:
-            yield PromptBlock(prompt, range(end, end + length))
-            end += length
+        parents = family.parents or (-1,) * len(family.continuations)
+        counts, paths = Counter(parents), list[tuple[range, ...]]()  # paths: what continuations of each part continue
+        for part, length in enumerate((family.prompt, *family.continuations), start=-1):
+            path, end = paths[parents[part] + 1] if part >= 0 else (), end + length
+            if counts[part] != 1:
+                yield PromptBlock(path, range(begin, end))
+                path, begin = (*path, range(begin, end)), end
+            paths.append(path)
+
+
+def sequences_of(families: Sequence[Family]) -> Iterator[Tensor]:
+    """The places in the pass of the tokens of each sequence, from the first of its prompt on."""
+    blocks = [*blocks_of(families)]
+    continued = following(blocks)
+    yield from (block.places for block in blocks if block.own not in continued)
 
 
 def _copies(blocks: Sequence[PromptBlock], device: torch.device) -> Repeats:
-    """The tokens of a pass, laid out with each prompt once before each of its continuations."""
-    rows = torch.cat([torch.arange(r.start, r.stop) for block in blocks for r in (block.before, block.own)])
+    """The tokens of a pass, each block behind copies of what it continues."""
+    rows = torch.cat([block.places for block in blocks])
     return Repeats(rows, int(rows.max()) + 1, device)
 
 
 class VarlenAttention(JoinedAttention):
-    """FlashAttention over blocks of any length; the keys of a prompt are copied before each continuation's."""
+    """FlashAttention over blocks of any length; keys of what a block continues are copied before its own."""
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
         super().__init__(blocks := list(blocks_of(families)), device)
-        lengths = torch.tensor([[0, 0], *([len(block.own), len(block.before) + len(block.own)] for block in blocks)])
+        lengths = torch.tensor([[0, 0], *([len(block.own), block.length] for block in blocks)])
         self._query_ends, self._key_ends = placed(lengths.cumsum(0).int().t().contiguous(), device)
         self._longest_query, self._longest_key = lengths.amax(0).tolist()
         self._key_copies = _copies(blocks, device) if any(block.before for block in blocks) else None
@@ -119,11 +133,11 @@ class NpuAttention(JoinedAttention):
         self._fused = fused
         super().__init__(blocks := list(blocks_of(families)), device)
         self._query_ends = list(accumulate(len(block.own) for block in blocks))
-        self._key_ends = list(accumulate(len(block.before) + len(block.own) for block in blocks))
+        self._key_ends = list(accumulate(block.length for block in blocks))
         self._key_copies = _copies(blocks, device) if any(block.before for block in blocks) else None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-        """Attend in one call of the fused kernel, with prompts copied for each continuation."""
+        """Attend in one call of the fused kernel, with copies of what each block continues."""
         if not form.is_plain:
             return super().attend(layer, query, key, value, form)
         if self._key_copies is not None:
@@ -132,14 +146,14 @@ class NpuAttention(JoinedAttention):
 
 
 class ExpandedAttention(JoinedAttention):
-    """Attention of continuations that each have a copy of their prompt."""
+    """Attention of blocks that each have copies of what they continue."""
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
         super().__init__([*blocks_of(families)], device)
         self._packed = PackedAttention([len(block.own) for block in self._copies.blocks], device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-        """Attend to copies of the prompts, and keep each token's own result."""
+        """Attend to the copies, and keep each token's own result."""
         if form.chosen is not None:
             return super().attend(layer, query, key, value, form)
         query, key, value = (self._copies.take(values) for values in (query, key, value))
@@ -147,7 +161,7 @@ class ExpandedAttention(JoinedAttention):
 
 
 class _Continuations:
-    """The continuations of a prompt, padded to the longest, which attend in one call."""
+    """The continuations of a prompt that continue nothing else, padded to the longest, which attend in one call."""
 
     def __init__(self, begin: int, family: Family, device: torch.device) -> None:
         counts = torch.tensor(family.continuations)[:, None]
@@ -180,6 +194,11 @@ class PrefixAttention:
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
         self._families: list[tuple[slice, _Continuations | None]] = []
+        self._copies: SequenceCopies | None = None
+        if any(family.parents for family in families):  # continuations of others are copied, for each sequence
+            owners = [(family.prompt, block) for family in families for block in blocks_of([family])]
+            self._copies = SequenceCopies([*blocks_of(families)], device)
+            families = [Family(prompt, (block.length - prompt,) * (block.length > prompt)) for prompt, block in owners]
         begin = 0
         for family in families:
             after = _Continuations(begin, family, device) if family.continuations else None
@@ -197,6 +216,8 @@ class PrefixAttention:
                 f"layer {layer} has a window, a bound or sinks, which are not supported for models that read prompts "
                 "in both directions"
             )
+        if self._copies is not None:
+            query, key, value = (self._copies.take(one) for one in (query, key, value))
         results: list[Tensor] = []
         for prompt, after in self._families:
             q, k, v = (one[prompt].transpose(0, 1)[None] for one in (query, key, value))
@@ -205,4 +226,5 @@ class PrefixAttention:
             results.append(attend_padded(q, k, v, is_seen, form.scale)[0].transpose(0, 1))
             if after is not None:
                 results.append(after.attend(query, key, value, prompt, form.scale))
-        return torch.cat(results)
+        found = torch.cat(results)
+        return found if self._copies is None else self._copies.own(found)

@@ -25,7 +25,9 @@ _LARGEST: Mapping[str, int] = {
     "intermediate_size": 128,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
+    "shared_experts_intermediate_size": 32,
     "ffn_dim": 128,
+    "q_lora_rank": 64,
     "num_local_experts": 8,
     "num_experts": 8,
     "n_routed_experts": 8,
@@ -138,6 +140,8 @@ def _taken_out(part: PreTrainedConfig) -> dict[int, dict[str, object]]:
     found = {int(layer): settings for layer, settings in part.to_dict()["per_layer_config"].items()}
     part.per_layer_config = None
     fewest = {"num_key_value_heads": 1}  # divides any number of heads
+    if hasattr(part, "kv_lora_rank"):  # as many as heads
+        fewest = {"num_key_value_heads": 2, "num_attention_heads": 2}
     return {layer: {name: fewest.get(name, value) for name, value in own.items()} for layer, own in found.items()}
 
 

@@ -31,7 +31,7 @@ from leaderless.models.attention.in_passes import compute_in_passes
 from leaderless.models.attention.joined import JoinedAttention
 from leaderless.models.attention.packed import ATTENTION_NAME, Attention
 from leaderless.models.attention.recurrence import Mixer, states_problem
-from leaderless.models.attention.shared_prompts import Family, PrefixAttention, blocks_of
+from leaderless.models.attention.shared_prompts import Family, PrefixAttention, blocks_of, sequences_of
 from leaderless.models.logit_form import LogitForm
 from leaderless.planner.checks.model_files import BOTH_WAYS, SEEING
 from leaderless.planner.memory.attention_kinds import SETTINGS, AttentionKind, attention_kinds
@@ -41,8 +41,8 @@ LLAVA_TEXT = ("llama", "qwen2", "qwen3")
 PALIGEMMA_TEXT = ("gemma",)
 """The same of type paligemma; models of PaliGemma 2 have windows and soft-capped attention scores."""
 _IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-_FAMILIES = (Family(5, ()), Family(4, (1, 5)))
-"""Sequences with which a model is tried, two of which share a prompt."""
+_FAMILIES = (Family(5, ()), Family(4, (1, 3, 2, 5), (-1, -1, 1, 1)))
+"""Sequences with which a model is tried: one alone, and three that share a prompt, two of them also what follows it."""
 _WINDOW = 4
 """Tokens of the windows and chunks of a model while it is tried, and chosen keys, which sequences exceed."""
 _NARROW = dict.fromkeys(("sliding_window", "attention_chunk_size", "index_topk", "token_budget"), _WINDOW)
@@ -188,7 +188,7 @@ def _try_packed(model: PreTrainedModel) -> str:
     vocabulary, is_prefix = model.get_input_embeddings().weight.shape[0], reads_both_ways(model.config)
     families = [Family(family.longest, ()) for family in _FAMILIES] if is_prefix else _FAMILIES
     tokens = torch.arange(sum(family.num_tokens for family in families)) * 7919 % vocabulary
-    device, sequences = torch.device("cpu"), [*_sequences(families)]
+    device, sequences = torch.device("cpu"), [*sequences_of(families)]
     positions = torch.zeros_like(tokens)
     for places in sequences:
         positions[places] = torch.arange(len(places))
@@ -232,17 +232,6 @@ def _loud(head: nn.Module | None, hidden: Tensor) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def _sequences(families: Sequence[Family]) -> Iterator[Tensor]:
-    """The places of the tokens of each sequence of a pass, with its prompt."""
-    end = 0
-    for family in families:
-        begin, end = end, end + family.prompt
-        prompt = torch.arange(begin, end)
-        for length in family.continuations or (0,):
-            yield torch.cat([prompt, torch.arange(end, end + length)])
-            end += length
 
 
 class _Watched:

@@ -24,6 +24,7 @@ from leaderless.distributed.weights.blocks import HeldWeights, LocalWeight, Pool
 from leaderless.distributed.weights.buckets import BUCKET_BYTES, HostStaging, PackedWeight, checksum
 from leaderless.distributed.weights.route import WeightRoute
 from leaderless.distributed.weights.stream import receive_weights
+from leaderless.models.attention.shared_prompts import sequences_of
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm
 from leaderless.models.loading.sharded_loading import fill_buffers
 from leaderless.models.loading.weight_sources import form_of, joined
@@ -250,17 +251,12 @@ def _key(kind: str, name: str) -> str:
 
 
 def _texts(micro_batch: MicroBatch, *, has_entropies: bool) -> MegatronPass:
-    """A micro-batch as texts, each a prompt with one continuation; tokens that siblings share are computed for each."""
+    """A micro-batch as texts, from a prompt to the end of a continuation; what several share is computed for each."""
     texts: list[list[int]] = []
     text_of = torch.zeros(len(micro_batch.tokens), dtype=torch.int64)
-    start, tokens = 0, micro_batch.tokens.tolist()
-    for family in micro_batch.families:
-        prompt, start = tokens[start : start + family.prompt], start + family.prompt
-        text_of[start - family.prompt : start] = len(texts)  # any sibling predicts its first token from the same ones
-        for length in family.continuations or (0,):
-            text_of[start : start + length] = len(texts)
-            texts.append(prompt + tokens[start : start + length])
-            start += length
+    for places in sequences_of(micro_batch.families):
+        text_of[places] = len(texts)  # any of several predicts what follows the tokens that they share
+        texts.append(micro_batch.tokens[places].tolist())
     return MegatronPass(
         texts=texts,
         text=text_of[micro_batch.select].tolist(),
