@@ -193,6 +193,36 @@ def with_support(samples: Batch, vocabulary: int = 60) -> Batch:
     return samples.with_columns(support_columns(support, samples.jagged("tokens").lengths))
 
 
+def tree_samples(seed: int, prompts: int, rows: int, longest: int = 7) -> Batch:
+    """Samples of some prompts that begin alike: each goes on from somewhere in an earlier one of its prompt.
+
+    Of what goes on, parts of up to so many tokens, the policy has sampled some.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(most: int) -> int:
+        return int(torch.randint(0, most, (), generator=generator))
+
+    texts, masks = list[list[int]](), list[list[bool]]()
+    for _ in range(prompts):
+        own = [([1 + draw(50) for _ in range(draw(longest))], 0)]
+        for _ in range(rows):
+            text, _ = own[draw(len(own))]
+            begin = draw(len(text) + 1)
+            text = text[:begin] + [1 + draw(50) for _ in range(draw(longest + 1))]
+            own.append((text, begin))
+        texts += [text for text, _ in own[1:]]
+        masks += [[place >= begin and draw(3) > 0 for place in range(len(text))] for text, begin in own[1:]]
+    table = [[1 + draw(50) for _ in range(1 + draw(longest))] for _ in range(prompts)]
+    columns = {
+        "tokens": Jagged.from_lists(texts, torch.int64, "tokens"),
+        "response_mask": Jagged.from_lists(masks, torch.bool, "tokens"),
+    }
+    known = {"prompt_tokens": Jagged.from_lists(table, torch.int64, "prompt_tokens")}
+    index = torch.arange(prompts).repeat_interleave(rows)
+    return Batch(torch.arange(len(texts)), columns, Batch(torch.arange(prompts), known), index)
+
+
 def random_samples(
     lengths: list[tuple[int, int]], vocabulary: int = 60, seed: int = 0, siblings: int = 1, *, is_shared: bool = True
 ) -> Batch:

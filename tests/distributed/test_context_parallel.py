@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tests.distributed.ranks import RankPool
 from tests.distributed.test_critic import write_critic
 from tests.distributed.test_mesh import setup_of
 from tests.distributed.test_training import LENGTHS, Numbers, largest_difference, whole
-from tests.tiny import add_gradients, at_temperature, random_samples, tiny_model
+from tests.tiny import add_gradients, at_temperature, random_samples, tiny_model, tree_samples
 from tests.tiny_families import tiny_config, write_family
 from tests.unit.recipes import make_recipe, plan_of, write_model
 from torch import Tensor
@@ -20,12 +21,14 @@ from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.distributed.transport import ProcessGroup, Transport
 from leaderless.models.attention.ring import RingAttention, RingParallel
-from leaderless.models.attention.shared_prompts import Family
+from leaderless.models.attention.shared_prompts import Family, blocks_of
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.planner import Layout, Plan
 from leaderless.planner.memory.fit import Fit, fit_plan
+from leaderless.training import micro_batches
 from leaderless.training.fsdp import FsdpValueEngine, make_engine
 from leaderless.training.micro_batches import MicroBatch
+from leaderless.training.prefix_trees import tree_order
 
 FAMILIES: dict[str, dict[str, object]] = {
     "windows and sinks": {},
@@ -40,14 +43,17 @@ def train(path: str, sizes: dict[str, int], micro_batch_tokens: int, changes: di
     transport = Transport(torch.device("cpu"), timeout_s=60)
     layout = Layout(transport.world.ranks, **sizes)
     is_critic, has_gradients = (bool(changes.pop(name, False)) for name in ("is_critic", "has_gradients"))
+    least = cast("int | None", changes.pop("least", None))
     config = ModelConfig(path=path, **changes)  # type: ignore[arg-type]
     setup = setup_of(transport, layout, path)
     setup = replace(setup, model=config, is_critic=is_critic, micro_batch_tokens=micro_batch_tokens)
     engine, shard = make_engine(setup), layout.shard_of(transport.rank)
     first = sum(SHARES[layout.dp][:shard])
-    samples = at_temperature(random_samples(LENGTHS, siblings=3), torch.linspace(0.5, 1.5, 111))
+    samples = random_samples(LENGTHS, siblings=3) if least is None else tree_samples(4, prompts=3, rows=5)
+    count = int(samples.jagged("response_mask").values.sum())
+    samples = at_temperature(samples, torch.linspace(0.5, 1.5, count))
     batch = samples.select(torch.arange(first, first + SHARES[layout.dp][shard]))
-    gain = torch.linspace(-0.05, 0.05, 111)
+    gain = torch.linspace(-0.05, 0.05, count)
     numbers = Numbers()
 
     def loss(outputs: TokenOutputs | Tensor, micro_batch: MicroBatch) -> Tensor:
@@ -55,14 +61,17 @@ def train(path: str, sizes: dict[str, int], micro_batch_tokens: int, changes: di
             return (gain[micro_batch.response_index] * outputs).sum()
         return (gain[micro_batch.response_index] * (outputs.log_probs + 0.3 * outputs.entropies)).sum()
 
-    if isinstance(engine, FsdpValueEngine):
-        scores = engine.values(batch)
-    else:
-        scores = engine.log_probs(batch)
-        engine.forward = lambda one, forward=engine.forward: forward(one, "gradient")  # type: ignore[method-assign]
-    for row, values in zip(batch.ids.tolist(), scores.rows(), strict=True):
-        numbers[f"scores.{row}"] = values
-    add_gradients(engine, batch, loss)
+    with pytest.MonkeyPatch.context() as patch:
+        if least is not None:
+            patch.setattr(micro_batches, "tree_order", lambda texts: tree_order(texts, least))
+        if isinstance(engine, FsdpValueEngine):
+            scores = engine.values(batch)
+        else:
+            scores = engine.log_probs(batch)
+            engine.forward = lambda one, forward=engine.forward: forward(one, "gradient")  # type: ignore[method-assign]
+        for row, values in zip(batch.ids.tolist(), scores.rows(), strict=True):
+            numbers[f"scores.{row}"] = values
+        add_gradients(engine, batch, loss)
     for name, parameter in engine.named_weights() if has_gradients else ():
         assert parameter.grad is not None, name
         numbers[f"gradients.{name}"] = whole(parameter.grad)
@@ -98,6 +107,22 @@ def test_ranks_that_divide_tokens_score_and_learn_like_one(
     assert largest_difference(found, expected) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "sizes", [{"dp": 2}, {"dp": 1, "cp": 2}, {"dp": 1, "cp": 3}, {"dp": 1, "tp": 2, "cp": 2}], ids=str
+)
+@pytest.mark.parametrize("micro_batch_tokens", [4096, 31])
+def test_ranks_learn_from_trees_as_one_does_from_rows(
+    ranks: RankPool, sizes: dict[str, int], micro_batch_tokens: int
+) -> None:
+    """With `cp=2` heads are divided, and with `cp=3` keys go around a ring."""
+    path, num_ranks = tiny_model("qwen3"), 1
+    (expected,) = ranks.once(1, train, path, {"dp": 1}, 4096, {"least": 10**6})
+    for size in sizes.values():
+        num_ranks *= size
+    found = ranks.run(num_ranks, train, path, sizes, micro_batch_tokens, {"least": 2})
+    assert largest_difference(found, expected) < 1e-5
+
+
 def refusal(path: str) -> str:
     with pytest.raises(RecipeError) as caught:
         train(path, {"dp": 1, "cp": 3}, 31, {})
@@ -111,7 +136,12 @@ def test_windows_do_not_go_around_a_ring(ranks: RankPool, tmp_path: Path) -> Non
 
 def test_ranks_of_a_ring_have_equal_work_and_see_all_keys_once() -> None:
     size, length = 4, 40
-    for families in ([Family(8 * length, ())], [Family(33, (120, 7)), Family(50, (20, 40, 50))]):
+    tree = Family(33, (20, 70, 30, 7), (-1, 0, 0, -1))
+    for families in (
+        [Family(8 * length, ())],
+        [Family(33, (120, 7)), Family(50, (20, 40, 50))],
+        [tree, Family(160, ())],
+    ):
         rings = [RingParallel(ProcessGroup(tuple(range(size)), rank)) for rank in range(size)]
         plans = [RingAttention(families, ring, torch.device("cpu")) for ring in rings]
         work = [0] * size
@@ -123,9 +153,9 @@ def test_ranks_of_a_ring_have_equal_work_and_see_all_keys_once() -> None:
             for crossings in plan.crossings:
                 work[rank] += sum((q.stop - q.start) * (k.stop - k.start) for k, q, _ in crossings)
         total = 0
-        for family in families:
-            prompt, rest = family.prompt, family.continuations
-            total += prompt * (prompt + 1) // 2 + sum(n * prompt + n * (n + 1) // 2 for n in rest)
+        for block in blocks_of(families):
+            own = len(block.own)
+            total += own * block.position + own * (own + 1) // 2
         assert sum(work) == total
         assert len(families) > 1 or max(work) == min(work)
 

@@ -418,7 +418,7 @@ def _packed_experts(
             f"samples of {num_tokens.tolist()} tokens have {experts.lengths.tolist()} recorded experts: each token "
             "must have the same number of them"
         )
-    packed = experts.values.new_full((sum(map(len, places)), width), UNKNOWN)
+    packed = experts.values.new_full((1 + int(torch.cat(places).max()), width), UNKNOWN)
     parts = zip(experts.rows(), is_known.tolist(), family_of_row.tolist(), strict=True)
     inputs, prompts = torch.split(places[1], after.tolist()), torch.split(places[0], before.tolist())
     for row, (values, known, family) in enumerate(parts):
