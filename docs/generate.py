@@ -39,6 +39,7 @@ from generate_performance import (
     with_real_size,
     with_slow_host,
     with_training_step,
+    with_trees,
 )
 from generate_search import with_search
 from generate_settings import cluster_page, configuration_pages, section_of
@@ -126,7 +127,7 @@ FILLED: Mapping[str, Callable[[str], str]] = {
     "performance/published.md": with_published,
     "performance/real-models.md": with_real_models,
     "performance/slow-host.md": with_slow_host,
-    "performance/training.md": lambda page: with_families(with_training_step(page)),
+    "performance/training.md": lambda page: with_trees(with_families(with_training_step(page))),
     "scaling/hosts.md": with_hosts,
     "why-no-controller.md": with_evidence,
 }

@@ -145,6 +145,14 @@ def with_families(page: str) -> str:
     return between(page, "families", content)
 
 
+def with_trees(page: str) -> str:
+    """A page with the newest results of `benchmarks/trees.py` between its two marks."""
+    from benchmarks import trees
+
+    results = json.loads(trees.RESULTS.read_text(encoding="utf-8")) if trees.RESULTS.exists() else None
+    return between(page, "trees", None if results is None else trees.table(results))
+
+
 def with_real_models(page: str) -> str:
     """A page with the newest results of `benchmarks/real_task.py` and `benchmarks/real_models.py` between its marks."""
     from benchmarks import real_models, real_task

@@ -132,7 +132,11 @@ def longest_sample(batch: Batch) -> int:
 
 
 def make_micro_batches(
-    batch: Batch, max_tokens: int, process_group: ProcessGroup, enough_tokens: int | None = None
+    batch: Batch,
+    max_tokens: int,
+    process_group: ProcessGroup,
+    enough_tokens: int | None = None,
+    most_copied: int | None = None,
 ) -> list[MicroBatch]:
     """Cut a batch into micro-batches of bounded size, the same number on every rank.
 
@@ -142,10 +146,11 @@ def make_micro_batches(
 
     A micro-batch has at most `max_tokens`, or a single sample that is longer; samples with the column `sides` are never
     separated from the others of their prompt. Samples of several prompts are put
-    together only up to `enough_tokens`.
+    together only up to `enough_tokens`. Where attention copies what samples share, those of a prompt share at most
+    `most_copied` tokens behind it.
     """
     samples = _Samples.of(batch)
-    packs = _fill(_families(samples, max_tokens), min(max_tokens, enough_tokens or max_tokens))
+    packs = _fill(_families(samples, max_tokens, most_copied), min(max_tokens, enough_tokens or max_tokens))
     count = int(process_group.max(torch.tensor([len(packs)]), "the number of micro-batches"))
     return [_pack(samples, families) for families in packs] + [MicroBatch.empty()] * (count - len(packs))
 
@@ -250,12 +255,14 @@ class _Siblings:
         rows: The rows.
         shared: Tokens behind the prompt that each has in common with the one before it.
         num_tokens: Tokens that they take together.
+        num_copied: Sum of `shared`.
         common: Tokens behind the prompt that the next row has in common with them.
     """
 
     rows: list[int]
     shared: list[int]
     num_tokens: int
+    num_copied: int = 0
     common: int = 0
 
     def add(self, row: int, inputs: int) -> None:
@@ -263,25 +270,31 @@ class _Siblings:
         self.rows.append(row)
         self.shared.append(self.common)
         self.num_tokens += inputs - self.common
+        self.num_copied += self.common
+        self.common = inputs
 
 
-def _families(samples: _Samples, max_tokens: int) -> list[_Siblings]:
+def _families(samples: _Samples, max_tokens: int, most_copied: int | None = None) -> list[_Siblings]:
     """Siblings together, the longest first; in several parts where they do not fit into one micro-batch."""
     order = torch.argsort(samples.prompt_of_row, stable=True)
-    prompts, counts = samples.prompt_of_row[order].unique_consecutive(return_counts=True)
+    prompts, counts = torch.unique_consecutive(samples.prompt_of_row[order], return_counts=True)
     lengths, families = samples.inputs.tolist(), list[_Siblings]()
-    for before, rows in zip(samples.prompts.lengths[prompts].tolist(), order.split(counts.tolist()), strict=True):
+    for before, rows in zip(
+        samples.prompts.lengths[prompts].tolist(), torch.split(order, counts.tolist()), strict=True
+    ):
         own, numbers = list[_Siblings](), rows.tolist()
         for place, shared in zip(*tree_order(samples.texts(numbers)), strict=True):
             row, inputs = numbers[place], lengths[numbers[place]]
             for one in own:
                 one.common = min(one.common, shared)
-            fitting = [one for one in own if samples.are_together or one.num_tokens + inputs - one.common <= max_tokens]
+            fitting = own
+            if not samples.are_together:
+                fitting = [one for one in own if one.num_tokens + inputs - one.common <= max_tokens]
+                fitting = [one for one in fitting if most_copied is None or one.num_copied + one.common <= most_copied]
             best = max(fitting, key=attrgetter("common"), default=None)
             if best is None:
                 own.append(best := _Siblings([], [], before))
             best.add(row, inputs)
-            best.common = inputs
         families += own
     return families
 
@@ -346,7 +359,7 @@ def _pack(samples: _Samples, families: Sequence[_Siblings]) -> MicroBatch:
         response_lengths=counts,
         temperature=1.0 if samples.temperatures is None else _common(samples.temperatures[response_index]),
         images=_images(
-            samples, (which, starts[firsts] - before), (rows, before[family_of_row]), index.split(after.tolist())
+            samples, (which, starts[firsts] - before), (rows, before[family_of_row]), torch.split(index, after.tolist())
         ),
         experts=experts,
         support=None if samples.support is None else samples.support[response_index],
@@ -364,7 +377,7 @@ def _places(begins: Tensor, lengths: Tensor, shared: Tensor) -> Tensor:
         shared: [m] int64, number of tokens that each shares with the one before it.
     """
     index = ragged_index(begins, lengths)
-    parts = index.split(lengths.tolist())
+    parts = torch.split(index, lengths.tolist())
     for place in shared.nonzero().flatten().tolist():
         count = int(shared[place])
         parts[place][:count] = parts[place - 1][:count]

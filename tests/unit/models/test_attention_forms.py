@@ -26,8 +26,8 @@ from leaderless.planner.memory.attention_kinds import AttentionKind, attention_k
 from leaderless.planner.memory.model_size import read_model_size
 
 CPU = torch.device("cpu")
-FAMILIES = [*SHORT, Family(23, (17, 2, 30, 17)), Family(29, ())]
-"""Prompts with continuations, some of them several times as long as windows and chunks."""
+FAMILIES = [*SHORT, Family(23, (17, 2, 30, 17)), Family(29, ()), Family(9, (11, 6, 25, 4, 7, 2), (-1, 0, 0, 2, 2, -1))]
+"""Prompts with continuations, some of them several times as long as windows and chunks, or continued in turn."""
 KINDS = {
     "full": AttentionKind(),
     "a token alone": AttentionKind(window=1),
@@ -55,12 +55,8 @@ WAYS: dict[str, tuple[Callable[[], Attention], Callable[[], list[Family]]]] = {
 
 
 def positions_of(families: Sequence[Family]) -> Tensor:
-    """Places of tokens in their own sequences."""
-    parts = [torch.arange(family.prompt) for family in families]
-    found = []
-    for part, family in zip(parts, families, strict=True):
-        found += [part, *(torch.arange(count) + family.prompt for count in family.continuations)]
-    return torch.cat(found)
+    """Places of tokens in their own sequences: each sees all that are before it."""
+    return mask_of([*families]).sum(1) - 1
 
 
 def seen_by(kind: AttentionKind, families: list[Family]) -> Tensor:

@@ -28,6 +28,7 @@ from leaderless.training.micro_batches import MicroBatch
 
 CPU = torch.device("cpu")
 FAMILIES = [Family(5, (3, 4, 1)), Family(4, ()), Family(3, (6,)), Family(1, (2, 2)), Family(7, (1, 9))]
+FAMILIES += [Family(4, (3, 2, 6, 1, 2), (-1, 0, 0, 2, -1)), Family(2, (3, 2, 5, 2), (-1, 0, 1, 1))]
 TEMPERATURE = 0.7
 LENGTHS = [(3, 9), (3, 1), (3, 14), (12, 2), (12, 4), (12, 21), (2, 5), (2, 0), (2, 17)]
 SIBLINGS = 3
@@ -37,11 +38,13 @@ def mask_of(families: list[Family]) -> Tensor:
     """[T, T] bool: which token attends to which."""
     blocks = []
     for family in families:
-        block = torch.ones(family.num_tokens, family.num_tokens, dtype=torch.bool).tril()
-        lengths = torch.tensor(family.continuations, dtype=torch.int64)
+        parents = family.parents or (-1,) * len(family.continuations)
+        lengths = torch.tensor([family.prompt, *family.continuations])
+        seen = torch.eye(len(lengths)).bool()  # which part sees which
+        for part, parent in enumerate(parents, start=1):
+            seen[part] |= seen[parent + 1]
         owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        block[family.prompt :, family.prompt :] &= owner[:, None] == owner[None, :]
-        blocks.append(block)
+        blocks.append(torch.ones(len(owner), len(owner)).tril() * seen[owner][:, owner])
     return torch.block_diag(*blocks).bool()
 
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 from tests.pictures import SIZES, Family, picture, prompt_with, reader_of, samples_with, vision_model
+from tests.unit.models.test_shared_prompts import mask_of
 from torch import Tensor
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaModel, SiglipVisionConfig
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -518,24 +519,20 @@ def test_paligemma_2_is_refused(tmp_path: Path) -> None:
             load_causal_lm(ModelConfig(path=str(tmp_path / "two")), "policy")
 
 
+@pytest.mark.parametrize("is_tree", [False, True])
 @pytest.mark.parametrize("grouped", [1, 2])
-def test_attention_of_prefixes_is_that_of_a_mask(grouped: int) -> None:
+def test_attention_of_prefixes_is_that_of_a_mask(grouped: int, is_tree: bool) -> None:
     families = [Rows(5, (3, 1, 4)), Rows(2, ()), Rows(1, (2,)), Rows(3, (1, 1))]
+    families += [Rows(3, (2, 1, 4, 2), (-1, 0, 0, -1))] * is_tree
     total, generator = sum(one.num_tokens for one in families), torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(total, heads, 8, dtype=torch.float64, generator=generator).requires_grad_()
         for heads in (2 * grouped, 2, 2)
     )
     found = PrefixAttention(families, CPU).attend(0, query, key, value, AttentionForm(0.3))
-    is_seen, begin = torch.zeros(total, total, dtype=torch.bool), 0
+    is_seen, begin = mask_of(families), 0
     for family in families:
-        prompt = slice(begin, begin + family.prompt)
-        is_seen[begin : begin + family.num_tokens, prompt] = True
-        is_seen[prompt, prompt.stop : begin + family.num_tokens] = False
-        own = prompt.stop
-        for length in family.continuations:
-            is_seen[own : own + length, own : own + length] = torch.ones(length, length, dtype=torch.bool).tril()
-            own += length
+        is_seen[begin : begin + family.prompt, begin : begin + family.prompt] = True
         begin += family.num_tokens
     keys, values = (one.repeat_interleave(grouped, 1) for one in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, keys) * 0.3

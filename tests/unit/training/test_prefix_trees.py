@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engines import ALONE
-from tests.tiny import add_gradients, at_temperature, tree_samples
+from tests.tiny import add_gradients, at_temperature, tiny_model, tree_samples
 from tests.tiny_families import tiny_config, write_family
 from torch import Tensor
 
@@ -152,6 +152,11 @@ def test_passes_have_each_sample_whole_and_each_part_once(seed: int, budget: int
     assert {row: [at for at, own in enumerate(mask) if own] for row, mask in enumerate(masks) if any(mask)} == seen
     (whole,) = make_micro_batches(batch, 10**6, ALONE)
     assert len(whole.tokens) <= sum(len(piece.tokens) for piece in pieces)
+    for most in (0, 12):
+        for piece in make_micro_batches(batch, 10**6, ALONE, most_copied=most):
+            for family in piece.families:
+                behind = [len(places) - family.prompt for places in sequences_of([family])]
+                assert sum(behind) - sum(family.continuations) <= most
 
 
 def context_of(piece: MicroBatch) -> list[tuple[int, ...]]:
@@ -205,6 +210,20 @@ def test_trees_score_and_learn_as_rows_apart(tmp_path: Path, family: str, monkey
         for name, value in expected.items():
             assert (numbers[name] - value).norm() <= 1e-5 * value.norm().clamp(min=1e-3), name
         assert count < num_tokens
+
+
+@given(st.integers(0, 10**6), st.integers(22, 200))
+@settings(max_examples=8)
+def test_any_tree_scores_and_learns_as_rows_apart(seed: int, budget: int) -> None:
+    batch = tree_samples(seed, prompts=2, rows=6)
+    if not bool(batch.jagged("response_mask").values.any()):
+        return
+    found, _ = learned(tiny_model("qwen3"), batch, budget)
+    with pytest.MonkeyPatch.context() as patch:
+        rows_apart(patch)
+        expected, _ = learned(tiny_model("qwen3"), batch, 10**6)
+    for name, value in expected.items():
+        assert (found[name] - value).norm() <= 1e-5 * value.norm().clamp(min=1e-3), name
 
 
 @pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"lora": LoraConfig(rank=2, dropout=0.2)}])

@@ -41,7 +41,7 @@ class PassMemory(NamedTuple):
     Attributes:
         tokens: Tokens.
         number: Number of passes of its kind.
-        copies: Tokens of prompts that are copied for siblings: attention reads each prompt once for each of them.
+        copies: Tokens that siblings share and attention copies, as it reads them once for each of these.
         sequences: Prompts and responses that attend; 0 where nothing is copied, as on a CPU.
         longest: Tokens of the longest prompt with a response.
         states: Prompts and responses of which layers that read by recurrence have states.
@@ -328,9 +328,10 @@ class ModelMemory:
     def copied_bytes(self, work: PassMemory, heads: Heads | None = None) -> int:
         """Memory that a layer, by default the widest, fills for its attention and keeps for its backward pass.
 
-        These are keys and values of prompts, for each sibling. In float32 all tokens are laid out, and keys and values
-        for each query head: queries, keys, values and results are kept so, and of the tokens themselves only the
-        result. So it is where an indexer chooses keys, which are known for each sequence, with normalizers in float32.
+        These are keys and values of what siblings share, for each. In float32 all tokens are laid out, and keys and
+        values for each query head: queries, keys, values and results are kept so, and of the tokens themselves only
+        the result. So it is where an indexer chooses keys, which are known for each sequence, with normalizers in
+        float32.
         """
         heads = heads or self.part.heads
         queries, key_values = heads.query_size, heads.kv_values
