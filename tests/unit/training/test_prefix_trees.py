@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.engines import ALONE
 from tests.tiny import add_gradients, at_temperature, tiny_model, tree_samples
@@ -47,6 +47,7 @@ def test_each_common_beginning_is_there_once(texts: list[list[int]]) -> None:
 
 
 @given(TEXTS, st.integers(1, 5))
+@example([[1, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2]], 2)
 def test_parts_are_as_long_as_asked_and_make_up_the_texts(texts: list[list[int]], least: int) -> None:
     order = tree_order([np.array(text, dtype=np.int64) for text in texts], least)
     rows = [texts[number] for number in order.texts]
