@@ -130,6 +130,8 @@ def rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(st.integers(0, 1000), st.integers(20, 90))
 @settings(max_examples=30)
+@example(32, 22)
+@example(54, 22)
 def test_passes_have_each_sample_whole_and_each_part_once(seed: int, budget: int) -> None:
     batch = tree_samples(seed, prompts=3, rows=5)
     pieces = make_micro_batches(batch, budget, ALONE)
