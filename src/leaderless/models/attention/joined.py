@@ -4,6 +4,9 @@
     first    . . . . b b b      crossings:  tokens of continuations attend to their prompt, b and c in one call
     second   . . . . c c
 
+What continues a block may be continued in turn. All that does so, and all that continues it, is next to the block, and
+attends to it in one call.
+
 A window of w tokens cuts blocks into cells of w. The tokens of a cell attend to it as in a block, and to what they see
 of the w - 1 tokens before it, here with w = 4.
 
