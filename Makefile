@@ -7,7 +7,7 @@ TEST_WORKERS ?= 3
 KILLS ?= 200
 OLDEST := $(shell sed -n "s/^ *\"\(torch\|transformers\)>=\([0-9.]*\).*/'\1==\2.*'/p" pyproject.toml)
 
-.PHONY: quickstart quickstart-real quickstart-robot test test-thorough test-oldest test-vllm test-bodies test-clusters test-loggers test-nixl test-harbor test-openenv test-tinker test-evals test-kernels test-real gpu-smoke gpu-retry gpu-measure gpu-wheels gpu-replica chaos lint format docs clean
+.PHONY: quickstart quickstart-real quickstart-robot test test-thorough test-oldest test-vllm test-bodies test-clusters test-loggers test-nixl test-harbor test-openenv test-verifiers test-tinker test-evals test-kernels test-real gpu-smoke gpu-retry gpu-measure gpu-wheels gpu-replica chaos lint format docs clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.installed
@@ -101,6 +101,16 @@ test-openenv: .venv-openenv/.installed
 .venv-openenv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-openenv
 	.venv-openenv/bin/python -m pip install --quiet --editable .[openenv] hypothesis pytest pytest-timeout
+	touch $@
+
+# Environments by address, with the servers, harnesses and the client of verifiers; some minutes. Its harnesses install what
+# they need by uv when they run first.
+test-verifiers: .venv-verifiers/.installed
+	.venv-verifiers/bin/python -m pytest tests/contracts/test_verifiers.py tests/unit/environments/test_verifiers.py
+
+.venv-verifiers/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-verifiers
+	.venv-verifiers/bin/python -m pip install --quiet --editable .[verifiers] hypothesis pytest pytest-timeout
 	touch $@
 
 # Tasks in Harbor's format as the package reads them, which needs PYTHON=python3.12 or newer, and no torch; seconds.
@@ -225,7 +235,7 @@ docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-oldest .venv-vllm .venv-bodies .venv-clusters .venv-loggers .venv-kernels .venv-tinker .venv-harbor .venv-openenv .venv-evals .venv-lighteval $(REPLICA) build dist site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-vllm .venv-bodies .venv-clusters .venv-loggers .venv-kernels .venv-tinker .venv-harbor .venv-openenv .venv-verifiers .venv-evals .venv-lighteval $(REPLICA) build dist site .mypy_cache .pytest_cache .ruff_cache
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "leaderless needs Python 3.11 or newer")'

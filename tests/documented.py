@@ -37,7 +37,6 @@ NOT_RUN: Mapping[str, str] = {
     "python3 -m venv": NETWORK,
     "python3.12 -m venv": NETWORK,
     "apt-get install": NETWORK,
-    "verifiers-env/bin/pip": NETWORK,
     "trl-venv/bin/pip": NETWORK,
     "/opt/vllm/bin/pip": NETWORK,
     "/opt/megatron/bin/pip": NETWORK,

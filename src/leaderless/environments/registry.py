@@ -100,7 +100,7 @@ def world_maker(config: EnvironmentConfig) -> Callable[[], GuardedEnvironment | 
 
 
 def try_environment(config: EnvironmentConfig) -> None:
-    """Make the environment that a recipe names once, and release it. Programs are not tried.
+    """Make the environment that a recipe names once, and release it. Of a program, what it needs is checked.
 
     What is wrong with its options is found before models are loaded, and not by the first episode.
 
@@ -108,8 +108,7 @@ def try_environment(config: EnvironmentConfig) -> None:
         RecipeError: It cannot be made.
     """
     world = world_maker(config)()
-    if not isinstance(world, ThreadEnvironment | ProcessEnvironment):
-        return
+    assert isinstance(world, ThreadEnvironment | ProcessEnvironment | ProgramEnvironment)
 
     async def make() -> None:
         try:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
@@ -59,11 +59,27 @@ class ChatAnswer:
         return message | ({"tool_calls": list(self.tool_calls)} if self.tool_calls else {})
 
 
+class Admission(NamedTuple):
+    """How a program in another process reaches the policy in an episode.
+
+    Attributes:
+        base_url: Address of the episode.
+        api_key: Key to be sent there.
+        shared_url: Address of all episodes of this process, for servers that keep a client for each address.
+        model: Name of the model by which a request to the shared address names the episode; it holds the key.
+    """
+
+    base_url: str
+    api_key: str
+    shared_url: str
+    model: str
+
+
 class ProgramEndpoint(Protocol):
     """The address at which programs in other processes reach the policy."""
 
-    def admit(self, chat: Chat) -> tuple[str, str]:
-        """The address and the key of an episode, which works from now on."""
+    def admit(self, chat: Chat) -> Admission:
+        """The ways to an episode, which work from now on."""
 
     def dismiss(self, chat: Chat) -> None:
         """Answer nothing more for an episode."""
@@ -117,7 +133,7 @@ class Chat:
         self._readers: dict[str, Reader] = {}
         self._images: set[str] = set()
         self._num_turns = 0
-        self._address: tuple[str, str] | None = None
+        self._admission: Admission | None = None
         self._under_way: set[asyncio.Task[ChatAnswer]] = set()
         self._is_closed = False
         self._last_s = time.monotonic()
@@ -128,12 +144,19 @@ class Chat:
     @property
     def base_url(self) -> str:
         """Address at which programs reach the policy in the format of OpenAI's API."""
-        return self._admitted()[0]
+        return self.admission.base_url
 
     @property
     def api_key(self) -> str:
         """Key that they have to send there."""
-        return self._admitted()[1]
+        return self.admission.api_key
+
+    @property
+    def admission(self) -> Admission:
+        """How programs in other processes reach the policy."""
+        if self._admission is None:
+            self._admission = self._doorway.admit(self)
+        return self._admission
 
     @property
     def num_answers(self) -> int:
@@ -207,18 +230,13 @@ class Chat:
     async def close(self) -> None:
         """Cancel what is asked, and answer nothing more."""
         self._is_closed = True
-        if self._address is not None:
+        if self._admission is not None:
             self._doorway.dismiss(self)
         tasks = list(self._under_way)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._lines.close()
-
-    def _admitted(self) -> tuple[str, str]:
-        if self._address is None:
-            self._address = self._doorway.admit(self)
-        return self._address
 
     async def _guarded(
         self,

@@ -21,8 +21,8 @@ from leaderless.config import RecipeError
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.failures import FailureKind
 from leaderless.config.packaged_files import server_refusal
-from leaderless.environments.guarded_environment import EnvironmentFailure, failure_of
-from leaderless.environments.programs.chat import Chat, ProgramEndpoint
+from leaderless.environments.guarded_environment import EnvironmentFailure, call, failure_of
+from leaderless.environments.programs.chat import Admission, Chat, ProgramEndpoint
 from leaderless.environments.programs.conversations import AskRefusedError
 from leaderless.environments.protocol import ONLY_AGENT, EpisodeFailed, Task
 from leaderless.environments.user_functions import call_user
@@ -38,7 +38,7 @@ class LazyEndpoint(ProgramEndpoint):
         self._server: ProgramEndpoint | None = None
 
     @override
-    def admit(self, chat: Chat) -> tuple[str, str]:
+    def admit(self, chat: Chat) -> Admission:
         """Open the server if it is not open yet, and admit a chat.
 
         Raises:
@@ -86,6 +86,16 @@ class ProgramEnvironment:
     def __init__(self, solve: Solve, name: str, timeout_s: float) -> None:
         """Play nothing yet; `timeout_s` may pass between two answers of the policy."""
         self._solve, self._name, self._timeout_s = solve, name, timeout_s
+
+    async def make(self) -> None:
+        """Check what the program needs, if it has a method `check`.
+
+        Raises:
+            EnvironmentFailure: Something is missing.
+        """
+        check = getattr(self._solve, "check", None)
+        if check is not None:
+            await call(check, self._timeout_s, f"a check of {self._name}")
 
     async def play(self, task: Task, chat: Chat) -> Mapping[str, Json]:
         """Play an episode, and return an object with its `reward`.
@@ -159,7 +169,7 @@ class ProgramEnvironment:
 BUILT_IN: Mapping[str, str] = {
     "command": "leaderless.environments.programs.command:Command",
     "harbor": "leaderless.environments.adapters.harbor_tasks:Harbor",
-    "verifiers": "leaderless.environments.adapters.verifiers_programs:Verifiers",
+    "verifiers": "leaderless.environments.adapters.verifiers_tasks:Verifiers",
 }
 """Programs that come with the package, each as `module:Class` of a `Solve`, whose arguments are the options."""
 

@@ -8,12 +8,14 @@ EpisodeServer here for programs, OnlineService for clients of online runs
 from __future__ import annotations
 
 import asyncio
+import hmac
 import secrets
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 from starlette.applications import Starlette
@@ -22,8 +24,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from typing_extensions import override
 
+from leaderless.config import RecipeError
 from leaderless.environments.chat_writer import ChatWriter
-from leaderless.environments.programs.chat import Chat, ChatAnswer, ProgramEndpoint
+from leaderless.environments.programs.chat import Admission, Chat, ChatAnswer, ProgramEndpoint
 from leaderless.environments.programs.conversations import AskRefusedError
 from leaderless.rollout.engine import Delta, SamplingParams
 from leaderless.serving.api.anthropic_messages import CountBody
@@ -46,6 +49,8 @@ from leaderless.serving.http_server import (
 from leaderless.serving.listen import address_of, take_port
 
 Ask = Callable[[Chat], Awaitable[ChatAnswer]]
+_SHARED = "/shared"
+"""Begin of the paths of all episodes, where the model of a request names the episode."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _OTHER_DISTRIBUTION = "answers would be sampled from another distribution than the one that is trained"
 _ONE_LOG_PROB = "engines report the log-probability of the sampled token only"
@@ -79,8 +84,8 @@ class Asking(ABC):
     """Endpoints that ask whoever an address stands for."""
 
     @abstractmethod
-    def find(self, request: Request) -> RequestOwner:
-        """Who answers a request.
+    def find(self, request: Request, body: bytes) -> RequestOwner:
+        """Who answers a request with a body.
 
         Raises:
             ApiError: Nobody does.
@@ -101,13 +106,14 @@ class Asking(ABC):
 
     async def models(self, request: Request) -> Response:
         """List the only model."""
-        self.find(request)
+        self.find(request, b"")
         return JSONResponse(listed(model_entry("policy", 0)))
 
     async def chat(self, api: ChatApi, request: Request) -> Response:
         """Continue a chat."""
-        asked = self.find(request)
-        question, make = api.read(await read_body(request), asked.memory)
+        body = await read_body(request)
+        asked = self.find(request, body)
+        question, make = api.read(body, asked.memory)
         messages = [message.to_json() for message in question.messages]
 
         def ask(chat: Chat) -> Awaitable[ChatAnswer]:
@@ -124,8 +130,9 @@ class Asking(ABC):
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a conversation, written from its beginning."""
-        asked = self.find(request)
-        question = read_question(await read_body(request), CountBody).question()
+        body = await read_body(request)
+        asked = self.find(request, body)
+        question = read_question(body, CountBody).question()
         try:
             return JSONResponse({"input_tokens": len(written(asked.writer, question)[1])})
         except AskRefusedError as error:
@@ -133,8 +140,9 @@ class Asking(ABC):
 
     async def completions(self, request: Request) -> Response:
         """Complete prompts."""
-        asked = self.find(request)
-        question = read_question(await read_body(request), CompletionQuestion)
+        body = await read_body(request)
+        asked = self.find(request, body)
+        question = read_question(body, CompletionQuestion)
 
         def asking(prompt: str | Sequence[int]) -> Ask:
             return lambda chat: chat.complete(prompt, max_tokens=question.max_tokens, stop=question.stop_texts)
@@ -216,17 +224,25 @@ def _part(composer: AnyComposer, index: int, answer: ChatAnswer) -> ChoicePart:
     return part
 
 
+_HOST = "127.0.0.1"
+
+
 class EpisodeServer(Asking, ProgramEndpoint):
-    """Server in the event loop of the episodes, on a free port that only this machine reaches."""
+    """Server in the event loop of the episodes, on a free port that only this machine reaches.
+
+    The next server of the process has the same port, as other servers may keep a client for each address.
+    """
+
+    _port: ClassVar[int] = 0
 
     def __init__(self) -> None:
         """Listen; nothing is answered before an episode is admitted."""
         self._chats: dict[str, tuple[Chat, str]] = {}
         self._memories: WeakKeyDictionary[Chat, ResponseMemory] = WeakKeyDictionary()
-        self._listener = take_port("127.0.0.1", 0, None)
-        self._listener.listen()
+        self._listener = self._listen()
         app = Starlette(
             routes=[
+                *self.routes(_SHARED),
                 *self.routes("/episodes/{episode}"),
                 Route("/episodes/{episode}/v1/reward", self._reward, methods=["POST"]),
             ],
@@ -235,11 +251,23 @@ class EpisodeServer(Asking, ProgramEndpoint):
         self._server = QuietServer(app)
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
 
+    @classmethod
+    def _listen(cls) -> socket.socket:
+        try:
+            listener = take_port(_HOST, cls._port, None)
+            listener.listen()
+        except (OSError, RecipeError):  # another server has it, such as that of the process that has forked this one
+            listener = take_port(_HOST, 0, None)
+            listener.listen()
+        cls._port = listener.getsockname()[1]
+        return listener
+
     @override
-    def admit(self, chat: Chat) -> tuple[str, str]:
+    def admit(self, chat: Chat) -> Admission:
         name, key = secrets.token_hex(8), secrets.token_urlsafe(16)
         self._chats[name] = (chat, key)
-        return f"http://{address_of(self._listener)}/episodes/{name}/v1", key
+        root = f"http://{address_of(self._listener)}"
+        return Admission(f"{root}/episodes/{name}/v1", key, f"{root}{_SHARED}/v1", f"{name}.{key}")
 
     @override
     def dismiss(self, chat: Chat) -> None:
@@ -252,7 +280,7 @@ class EpisodeServer(Asking, ProgramEndpoint):
         self._listener.close()
 
     async def _reward(self, request: Request) -> Response:
-        chat = self._chat_of(request)
+        chat = self._chat_at(request)
         posted = parse_body(await read_body(request))
         reward = posted.get("reward") if isinstance(posted, dict) else None
         if isinstance(reward, bool) or not isinstance(reward, int | float):
@@ -261,12 +289,13 @@ class EpisodeServer(Asking, ProgramEndpoint):
         return JSONResponse({"reward": reward})
 
     @override
-    def find(self, request: Request) -> RequestOwner:
-        chat = self._chat_of(request)  # which all requests ask; what is said is in its trace
+    def find(self, request: Request, body: bytes) -> RequestOwner:
+        # The chat which all requests ask; what is said is in its trace.
+        chat = self._chat_at(request) if "episode" in request.path_params else self._chat_named_in(body)
         memory = self._memories.setdefault(chat, ResponseMemory())
         return RequestOwner(chat.writer, chat.rules.params, lambda num: [chat] * num, memory)
 
-    def _chat_of(self, request: Request) -> Chat:
+    def _chat_at(self, request: Request) -> Chat:
         """The episode that an address names, if the key is right."""
         name = request.path_params["episode"]
         if name not in self._chats:
@@ -275,4 +304,15 @@ class EpisodeServer(Asking, ProgramEndpoint):
         chat, key = self._chats[name]
         if not has_key(request.headers, key):
             raise ApiError(401, "the key is missing or wrong: send OPENAI_API_KEY", code="invalid_api_key")
+        return chat
+
+    def _chat_named_in(self, body: bytes) -> Chat:
+        """The episode that the model of a request names, with its key."""
+        asked = parse_body(body) if body else None
+        model = str(asked.get("model")) if isinstance(asked, dict) else ""
+        name, _, key = model.partition(".")
+        chat, wanted = self._chats.get(name, (None, ""))
+        if chat is None or not hmac.compare_digest(key.encode(), wanted.encode()):
+            message = f"model '{name}' is no episode that is played here: ask for the model that the episode was given"
+            raise ApiError(404, message, "model", "episode_not_found")
         return chat

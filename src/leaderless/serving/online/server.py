@@ -91,7 +91,7 @@ class OnlineService(Asking):
         return f"http://{address_of(self._listener)}/v1"
 
     @override
-    def find(self, request: Request) -> RequestOwner:
+    def find(self, request: Request, body: bytes) -> RequestOwner:
         if request.method == "POST" and not request.url.path.endswith("/count_tokens"):
             self.ledger.counts.add("requests")
         arrived_s, num_leavings, began_idle = time.monotonic(), self.pump.num_leavings, not self.pump.is_serving
