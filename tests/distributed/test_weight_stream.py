@@ -25,6 +25,7 @@ from torch import Tensor
 from leaderless.config.models import ModelConfig
 from leaderless.distributed.activity import Activity
 from leaderless.distributed.in_flight import PendingMessage, RoundUnderWay
+from leaderless.distributed.one_sided.messages import ADDRESSES
 from leaderless.distributed.transport import ProcessGroup, Round, Transport
 from leaderless.distributed.weights import delivery
 from leaderless.distributed.weights import route as routes
@@ -249,6 +250,9 @@ def bring_damaged(second_leg: bool) -> str:
     exchanging, wait = ProcessGroup.exchanging, PendingMessage.wait
 
     def damaged(self: ProcessGroup, rounds: Iterable[Round], what: str) -> Iterator[None]:
+        if what == ADDRESSES:  # with NIXL, ranks tell them one another before they move weights
+            yield from exchanging(self, rounds, what)
+            return
         arrived: list[Tensor] = []
 
         def watched() -> Iterator[Round]:

@@ -6,8 +6,9 @@ import json
 import os
 import sys
 
-import verifiers
 from verifiers.v1.serve import serve_env
+
+import verifiers
 
 if __name__ == "__main__":
     verifiers.__version__ = os.environ.get("FAKE_VERSION", verifiers.__version__)
