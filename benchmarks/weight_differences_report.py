@@ -71,9 +71,9 @@ def table(travels: Sequence[Travel]) -> str:
 
 def conditions(travels: Sequence[Travel]) -> str:
     """The conditions, and what is saved, for readers."""
-    one = travels[0]
+    one, numbers = travels[0], sorted({len(x.changed) for x in travels})
     fewer = [fmean(x.whole.num_bytes) / fmean(x.difference.num_bytes) for x in travels]
     return (
-        f"{len(one.changed)} updates, between two hosts with {one.mbit_per_s:g} Mbit/s on 2 cores. Differences have "
-        f"{', '.join(f'{times:.0f}' for times in fewer)} times fewer bytes."
+        f"{' or '.join(map(str, numbers))} updates, between two hosts with {one.mbit_per_s:g} Mbit/s on 2 cores. Differences have "
+        f"{' and '.join(f'{times:.0f}' for times in fewer)} times fewer bytes."
     )
