@@ -45,7 +45,7 @@ def test_a_run_leaves_all_that_it_promises(ranks: RankPool, tmp_path: Path, num_
     succeed(ranks, tmp_path, "train", recipe, num_ranks=num_ranks)
     folder = tmp_path / "runs/tiny"
     names = {path.name for path in folder.iterdir()}
-    wanted = {"config.yaml", "plan.json", "plan.svg", "metrics.jsonl", "samples", "trace", "checkpoints"}
+    wanted = {"config.yaml", "plan.json", "plan.svg", "metrics.jsonl", "proof.jsonl", "samples", "trace", "checkpoints"}
     assert names == wanted | {"tensorboard", "loggers", "logs", "report.html"}
     assert yaml.safe_load((folder / "config.yaml").read_text())["batch"]["updates_per_step"] == 1, "resolved"
     assert json.loads((folder / "plan.json").read_text())["world_size"] == num_ranks

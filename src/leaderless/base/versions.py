@@ -5,12 +5,23 @@ Imports none of them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 
 VERSION = "0.1.0"
 REMEDY = "pip install --upgrade leaderless, in this environment"
 """Remedy for packages of other versions."""
+
+
+def source_hash() -> str:
+    """A hash of this package's source, which must be the same on all machines of a run."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def unfit_versions() -> Iterator[str]:

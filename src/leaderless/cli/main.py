@@ -23,6 +23,7 @@ from leaderless.cli.robot import demonstrate, robot
 from leaderless.cli.runs import compare, ls
 from leaderless.cli.serve import engine, retriever, serve, ui
 from leaderless.cli.train import stop, submit, train
+from leaderless.cli.verify import verify
 from leaderless.observability.console import errors
 from leaderless.worker.rank_info import RankInfo
 from leaderless.worker.supervision.failure import WorkerFailure, WorkersFailed
@@ -73,7 +74,7 @@ for command in (
         engine,
         retriever,
     ),
-    *(stop, ls, compare, report, ui, log, reward, template, schema, demonstrate),
+    *(stop, ls, compare, verify, report, ui, log, reward, template, schema, demonstrate),
 ):
     app.command("eval" if command is evaluate else None)(command)
 env.command("regrade")(regrade_episodes)

@@ -63,11 +63,15 @@ Share = Mean | Largest | Weights
 """A rank's contribution to a metric."""
 
 
+LIMB_BITS = 40
+"""Bits of each of the three parts of a digest; up to 8,192 ranks can add such parts up exactly in float64."""
+
+
 @dataclass
 class _Measure:
     """A metric that is being collected; tensors stay on their device until the step ends, so nothing waits."""
 
-    kind: Literal["mean", "total", "spread", "max", "effective"]
+    kind: Literal["mean", "total", "spread", "max", "effective", "digest"]
     count: float | Tensor = 0.0
     total: float | Tensor = 0.0
     square: float | Tensor = 0.0
@@ -118,6 +122,11 @@ class Metrics:
         measure.total = measure.total + weights.total
         measure.square = measure.square + weights.square
 
+    def digest(self, name: str, value: int) -> None:
+        """Report a number modulo 2^120 whose sum over all ranks, modulo the same, is exact; once for each name."""
+        low, middle, high = (value >> place & ((1 << LIMB_BITS) - 1) for place in range(0, 3 * LIMB_BITS, LIMB_BITS))
+        self._measures[self._name(name)] = _Measure("digest", float(low), float(middle), float(high))
+
     def add(self, shares: Mapping[str, Share]) -> None:
         """Add metrics returned by a function for its caller to report, by name."""
         for name, share in shares.items():
@@ -150,6 +159,9 @@ class Metrics:
                 numbers[name] = most
             elif measure.kind == "total":
                 numbers[name] = total
+            elif measure.kind == "digest":
+                limbs = enumerate((count, total, square))
+                numbers[name] = sum(int(limb) << LIMB_BITS * place for place, limb in limbs) % (1 << 3 * LIMB_BITS)
             elif count > 0 and measure.kind == "mean":
                 numbers[name] = total / count
             elif measure.kind == "effective":

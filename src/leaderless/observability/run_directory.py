@@ -42,6 +42,7 @@ class RunDirectory:
         self.picture = path / "plan.svg"
         self.profile = path / "profile.json"
         self.metrics = path / "metrics.jsonl"
+        self.proof = path / "proof.jsonl"
         self.events = path / "events.jsonl"
         self.roll_backs = path / "roll_backs.json"
         self.journal = path / "journal"
@@ -226,11 +227,13 @@ class RunDirectory:
         rank: int,
         samples: Iterable[Mapping[str, Json]],
         kind: Literal["step", "evaluation"] = "step",
-    ) -> None:
-        """Write the prompts, responses and rewards of a training step, or of the evaluation after it."""
-        text = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+    ) -> list[str]:
+        """Write the prompts, responses and rewards of a training step, or of the evaluation after it; returns lines."""
+        lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
         with self.may_fail(self.samples):
-            write_atomically(self.samples / f"{kind}-{step:06d}.rank-{rank}.jsonl", text)
+            path = self.samples / f"{kind}-{step:06d}.rank-{rank}.jsonl"
+            write_atomically(path, "".join(f"{line}\n" for line in lines))
+        return lines
 
     @contextmanager
     def may_fail(self, what: Path) -> Iterator[None]:

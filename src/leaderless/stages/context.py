@@ -20,6 +20,7 @@ from leaderless.observability.clock import Clock
 from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.metrics import Metrics
+from leaderless.observability.proof_log import RowSum
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import PlannedNode
 from leaderless.planner.workflow.stage_spec import AnyUse, RoleUse
@@ -113,6 +114,7 @@ class StageContext:
         progress: Function that takes the finished fraction of the node's work, for the progress line, or a text to show
             in place of the node's name; it is a sign of life, too.
         facts: Additional facts for the trace, next to the node's rows and tokens.
+        recorded: Sums of what is written into the folder of the run, for its proof, by `RECORDED` and `LINES`.
     """
 
     recipe: Recipe
@@ -135,6 +137,7 @@ class StageContext:
     clock: Clock = field(default_factory=Clock)
     progress: Callable[[float | str], None] = field(default=lambda done: None)  # noqa: ARG005
     facts: MutableMapping[str, object] = field(default_factory=dict)
+    recorded: MutableMapping[str, RowSum] = field(default_factory=dict)
 
     @property
     def role(self) -> ModelRole:

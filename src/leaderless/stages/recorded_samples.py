@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import cast
@@ -14,7 +14,9 @@ from leaderless.base.values import Json
 from leaderless.data.batch import Batch
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.data.prompts.images import unpack_images
-from leaderless.planner.workflow.columns import IMAGES
+from leaderless.data.row_hashes import HashedRows
+from leaderless.observability.proof_log import LINES, RECORDED, RowSum, text_hash
+from leaderless.planner.workflow.columns import IMAGES, LATER_IMAGES
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.stages.context import StageContext
@@ -24,7 +26,7 @@ MANY = 3
 """Most times that a token which was not sampled is shown in a row."""
 MAX_RECORDED_TOKENS = 8192
 """Number of tokens of a step, from its first responses, that are recorded one by one."""
-Record = Callable[[Sequence[Mapping[str, Json]]], None]
+Record = Callable[[Sequence[Mapping[str, Json]]], object]
 """Function that writes samples for people to look at."""
 Descriptions = Sequence[dict[str, Json]]
 """Records of some samples."""
@@ -44,8 +46,15 @@ def record_as(batch: Batch, context: StageContext, describe: Callable[[Batch, St
         chosen = batch.select((batch.group_ids[:, None] == kept).any(dim=1))
         places, said = _places(chosen, context), describe(chosen, context)
         samples = [place | one for place, one in zip(places, said, strict=True)]
-        context.run_directory.write_samples(context.step, context.process_group.rank, samples)
+        lines = context.run_directory.write_samples(context.step, context.process_group.rank, samples)
+        known = context.recorded.get(LINES, RowSum())
+        context.recorded[LINES] = known + RowSum.of([text_hash(line) for line in lines])
     return batch
+
+
+def recorded_columns(names: Iterable[str]) -> set[str]:
+    """The columns that are recorded byte by byte: all but images, which may be large."""
+    return {*names} - {IMAGES, LATER_IMAGES}
 
 
 def describe_sample(sample: RewardInput, graded: Graded, tokens: Json) -> dict[str, Json]:
@@ -120,12 +129,18 @@ def _describe(batch: Batch, context: StageContext) -> Descriptions:
     tokens, inputs = batch.jagged("tokens").to_lists(), inputs_of(batch, context)
     masks = batch.jagged("response_mask").rows() if "response_mask" in batch else None
     log_probs = {name: batch.jagged(column).rows() for name, column in LOG_PROBS.items() if column in batch}
-    recorder, graded = TokenRecorder(context.tokenizer), graded_in(batch)
+    recorder, graded, room = TokenRecorder(context.tokenizer), graded_in(batch), MAX_RECORDED_TOKENS
+    rows, exact = HashedRows(batch, recorded_columns(context.node.reads)), list[int]()
     samples: list[dict[str, Json]] = []
     for index, sample in enumerate(inputs):
         known = {name: values[index].tolist() for name, values in log_probs.items()}
         mask = None if masks is None else masks[index].tolist()
         samples.append(describe_sample(sample, graded[index], recorder.describe(tokens[index], known, mask)))
+        room -= len(tokens[index])
+        if room >= 0:
+            samples[-1]["row"] = rows.row(index).to_json()
+            exact.append(rows.hashes[index])
+    context.recorded[RECORDED] = context.recorded.get(RECORDED, RowSum()) + RowSum.of(exact)
     return samples
 
 

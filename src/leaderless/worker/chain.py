@@ -43,6 +43,7 @@ from leaderless.worker.agreement import SecondsReport, StepMetrics, report_traff
 from leaderless.worker.asynchronous.channels import Channels, Note
 from leaderless.worker.asynchronous.generation import Generation
 from leaderless.worker.build.parts import Parts, Progress
+from leaderless.worker.step_proof import StepProof
 
 StageFunction = Callable[[Batch, StageContext], Batch]
 WAITING = "waiting"
@@ -63,6 +64,7 @@ class Chain:
         events: Events that guards have reported in the step.
         num_roll_backs: Number of roll-backs so far.
         gate: Gate that stages pass before they change weights.
+        proof: Facts of a step for the proof of the run; None in a loop that is ahead of training.
     """
 
     def __init__(self, parts: Parts, progress: Progress, tracer: Tracer) -> None:
@@ -101,6 +103,8 @@ class Chain:
         self._seconds = SecondsReport(parts.plan, self._rank, parts.clock)
         self.generation: Generation | None = None
         self.gate = UpdateGate()
+        loop = parts.plan.loop_of(self._rank)
+        self.proof = None if loop.lag or loop.is_continuous else StepProof(parts.plan, loop, parts.roles.trained())
 
     @property
     def states(self) -> Mapping[State, float]:
@@ -110,6 +114,8 @@ class Chain:
     def walk(self, prompts: Batch | None = None) -> None:
         """Go through the chain once, but for the weights that it begins with, and prompts that were loaded before."""
         self.events.clear()
+        if self.proof is not None:
+            self.proof.begin()
         actions = [action for action in self._entries if action not in self._arrivals]
         if prompts is not None:
             (load,) = self.loaders
@@ -159,7 +165,10 @@ class Chain:
             if (sync := sync_of(action, self._parts.plan)) is not None:
                 metrics = self.metrics.of(self._parts.plan.ranks_of(action))
                 report_traffic(sync, self._parts.roles.traffic(sync), metrics)
-        self._seconds.add_to(self.metrics.of(self._parts.plan.loop_of(self._rank).ranks))
+        metrics = self.metrics.of(self._parts.plan.loop_of(self._rank).ranks)
+        if self.proof is not None:
+            self.proof.add_to(metrics)
+        self._seconds.add_to(metrics)
 
     def _walk(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -183,6 +192,8 @@ class Chain:
                     context = self._context(name)
                     made = self.stages[name](given, context)
                 self.buffer.put(name, made)
+                if self.proof is not None:
+                    self.proof.add(name, given, made, self._rank)
                 facts.update(context.facts)
                 facts.update(sizes_of(made, given, are_lengths_shown=self._parts.plan[name].spec.samples))
             case Reshard():
@@ -275,6 +286,7 @@ class Chain:
             num_roll_backs=self.num_roll_backs,
             source=self.generation or self._parts.desk,
             facts={},
+            recorded={} if self.proof is None else self.proof.recorded,
         )
 
     def _make_context(self, name: str) -> StageContext:

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from rich.markup import escape
 
+from leaderless.base.values import Json
 from leaderless.config import RecipeError
 from leaderless.observability.clock import Tracer
 from leaderless.observability.console import FAILED
 from leaderless.observability.line_file import StepLog
+from leaderless.observability.proof_log import ProofLog, proof_key
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Loop, Plan, answering
 from leaderless.worker.agreement import StepEnd, agree, to_first_rank
@@ -30,6 +32,7 @@ from leaderless.worker.evaluate.evaluator import EvaluationStep
 from leaderless.worker.replan.active_plan import PastLayouts, note_layout, plan_in_force, write_description
 from leaderless.worker.replan.adopt import adopt
 from leaderless.worker.replan.replanner import Replanner
+from leaderless.worker.step_proof import metrics_facts, run_facts
 from leaderless.worker.supervision.guards import Guards
 from leaderless.worker.supervision.stop import StopRequest
 from leaderless.worker.supervision.supervised import supervised
@@ -68,7 +71,7 @@ class Worker:
         self.checkpointer = Checkpointer(parts, self.progress, chain, self.tracer)
         self._loop = loop = parts.plan.loop_of(self._rank)
         self._ranks = parts.transport.process_group(loop.ranks)
-        self._log = LoopLog(parts.directory, parts.plan, loop) if self._rank == loop.ranks[0] else None
+        self._log = LoopLog(parts, loop) if self._rank == loop.ranks[0] else None
 
     def adopt(self, plan: Plan) -> float:
         """Continue under another plan, between two steps; returns the seconds. All ranks call it together.
@@ -111,6 +114,8 @@ class Worker:
             run = self._generate if self._loop.is_continuous else self._run_ahead if self._loop.lag else self._train
             is_stopping = run() or self.progress.trained == self.parts.recipe.steps
         self.chain.channels.finish()
+        if self._log is not None:
+            self._log.close(self.progress.step)
         self.parts.display.stop()
         self.tracer.close()
 
@@ -229,6 +234,8 @@ class Worker:
             judge = partial(self.guards.judge, self.progress.step)
             numbers, events = self.chain.metrics.take().reduce(judge, self.parts.transport.process_group)
             self.chain.events += events
+        if self._log is not None and self.chain.proof is not None:
+            self._log.facts = self.chain.proof.take(numbers)
         if "throughput/tokens" in numbers:
             numbers["throughput/tokens_per_s"] = numbers.pop("throughput/tokens") / seconds
         # The first rank may have no part in loading, but it has received what others report.
@@ -285,7 +292,7 @@ class Worker:
         if self._log is not None and numbers:
             with self.parts.clock.doing("log"):
                 numbers = {"time_s": self.progress.seconds, **numbers}
-                self._log.iterations.write(step, numbers)
+                self._log.write(step, numbers)
                 error = self.parts.directory.first_reward_error() if numbers.get(FAILED) else ""
                 self.parts.display.step(step, self.parts.recipe.steps, numbers, error)
         if step >= self.parts.recipe.run.trace_steps:
@@ -312,6 +319,8 @@ class Worker:
         else:
             self.chain.channels.open_journals()
         self.chain.num_roll_backs = self.guards.num_roll_backs
+        if self.chain.proof is not None:
+            self.chain.proof.forget()
         self._forget_episodes()
         if self._log is not None:
             self._log.open(self.progress, self.guards.num_roll_backs)
@@ -343,10 +352,17 @@ class LoopLog:
 
     The loop that trains has one line for a step with all its numbers. A loop that is ahead evaluates the weights of an
     earlier step than the iteration that it is at, so that it has a file for either.
+
+    Attributes:
+        facts: Facts of the newest step for the proof of the run.
     """
 
-    def __init__(self, directory: RunDirectory, plan: Plan, loop: Loop) -> None:
+    def __init__(self, parts: Parts, loop: Loop) -> None:
+        directory, plan = parts.directory, parts.plan
         self._directory, self._plan, self._loop = directory, plan, loop
+        self.facts: dict[str, Json] = {}
+        self._proof = None if loop.lag else ProofLog(directory, proof_key())
+        self._made_with = {} if loop.lag else run_facts(parts.recipe, plan)
         self.iterations = StepLog(directory, loop.name if loop.lag else "")
         self.evaluations = StepLog(directory, "evaluation") if loop.lag else self.iterations
 
@@ -368,3 +384,16 @@ class LoopLog:
         self.iterations.open(progress.step + 1 if progress.step else 0)
         if self._loop.lag:
             self.evaluations.open(progress.trained + 1 if progress.trained else 0)
+        if self._proof is not None:
+            self._proof.open(progress.step + 1)
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Log the numbers of an iteration, and add a step of training to the proof of the run."""
+        self.iterations.write(step, numbers)
+        if self._proof is not None and step:
+            self._proof.write(step, self._made_with | self.facts | metrics_facts(step, numbers))
+
+    def close(self, step: int) -> None:
+        """Add the last checkpoints to the proof."""
+        if self._proof is not None:
+            self._proof.close(step)

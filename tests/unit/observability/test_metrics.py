@@ -156,3 +156,11 @@ def test_weights_of_nothing_have_no_effective_sample_size() -> None:
     metrics = Metrics()
     metrics.add({"samples": Weights.of(torch.tensor([1.0]), torch.tensor([False]))})
     assert metrics.reduce(Alone()) == {}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_digest_is_the_exact_sum_of_large_numbers(num_ranks: int) -> None:
+    values = [(1 << 120) - 1 - 7 * rank for rank in range(num_ranks)]
+    for numbers in reduce_on(num_ranks, lambda metrics, rank: metrics.digest("digest", values[rank])):
+        assert isinstance(numbers, dict)
+        assert numbers["digest"] == sum(values) % (1 << 120)

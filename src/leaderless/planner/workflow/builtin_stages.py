@@ -308,7 +308,12 @@ class Rollout(NamedTuple):
 
 
 ROLLOUTS: Mapping[Product, Rollout] = {
-    "text": Rollout(("prompt_tokens",), lambda _: (), lambda recipe: [*_text_metrics(recipe), *_draft_metrics(recipe)]),
+    "text": Rollout(
+        ("prompt_tokens",),
+        lambda _: (),
+        lambda recipe: [*_text_metrics(recipe), *_draft_metrics(recipe)],
+        ("prompt_tokens",),
+    ),
     # Without the mask, an environment's text would be recorded as part of the response.
     "episodes": Rollout(
         ("rows",), lambda _: PLAY_COLUMNS, _episode_metrics, ("response_mask",), check=_check_environment

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from leaderless.base.devices import setup_device
+from leaderless.base.versions import source_hash
 from leaderless.distributed.transport import ProcessGroup, Transport
 from leaderless.planner.placement.replanning import pairs_in_rounds
 from leaderless.run.doctor.finding import DoctorFinding, Findings, differences, run_checks
-from leaderless.run.doctor.machine import CHECKS, folder_check, source_hash
+from leaderless.run.doctor.machine import CHECKS, folder_check
 from leaderless.worker.build.join import meet
 from leaderless.worker.rank_info import RankInfo
 
@@ -201,7 +202,7 @@ def check_together(place: RankInfo, folder: Path) -> list[DoctorFinding]:
         for part in gather_json([finding.to_json() for finding in own], world)
         for one in part
     ]
-    facts = {"leaderless": source_hash(), "python": platform.python_version(), "torch": torch.__version__}
+    facts = {"leaderless": source_hash()[:12], "python": platform.python_version(), "torch": torch.__version__}
     found += compare_versions(facts, here, world)
     found += check_shared(folder, here, world) + check_network(world, places) + check_collective(world, device.device)
     dist.destroy_process_group()

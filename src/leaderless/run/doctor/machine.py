@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import platform
 import resource
@@ -133,15 +132,6 @@ def port_check(port: int) -> Callable[[Findings], None]:
             findings.ok("port", f"{port} is free")
 
     return check_port
-
-
-def source_hash() -> str:
-    """A short hash of this package's source, which must be the same on all machines."""
-    root = Path(__file__).parents[2]
-    digest = hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
-        digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 CHECKS: tuple[Callable[[Findings], None], ...] = (

@@ -32,7 +32,7 @@ from leaderless.models.lora.linear import merge_adapters, write_adapters
 from leaderless.models.value_model import load_value_model
 from leaderless.planner.graph.adapters import CONFIG_FILE, described
 from leaderless.worker.checkpoint.reader import read_role_state, read_state
-from leaderless.worker.checkpoint.shards import DamagedCheckpointError, Manifest, read_tensors, stored_names
+from leaderless.worker.checkpoint.shards import DamagedCheckpointError, Manifest, read_tensors, stored_shapes
 
 Writer = Callable[[Path, Path], None]
 """Function that writes the model of a checkpoint's folder into another one."""
@@ -110,7 +110,7 @@ def _write_whole(source: Path, out: Path, *, is_critic: bool) -> None:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         model = _empty_model(class_for(config, auto_class, "models"), config)
         keep_description(model, config, auto_class)
-        _part(model, stored_names(source))
+        _part(model, stored_shapes(source))
     read_tensors(source, {f"weights.{name}": one.detach() for name, one in model.named_parameters()})
     buffers = saved_buffers(model)
     if buffers and not (source / FILE).exists():

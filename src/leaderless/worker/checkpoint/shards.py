@@ -241,14 +241,17 @@ def read_tensors(folder: Path, state: Mapping[str, Tensor], part: int | None = N
         raise DamagedCheckpointError(f"{folder} cannot be read: {error}") from error
 
 
-def stored_names(folder: Path) -> set[str]:
-    """Names of the tensors in the files of a folder.
+def stored_shapes(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Type and whole shape of each tensor in the files of a folder, by name.
 
     Raises:
         DamagedCheckpointError: A file cannot be read.
     """
     try:
-        return {*_find_parts(sorted(folder.glob("*.safetensors")))}
+        return {
+            name: (parts[0].stored.dtype, tuple(max(ends) for ends in zip(*map(_ends, parts), strict=True)))
+            for name, parts in _find_parts(sorted(folder.glob("*.safetensors"))).items()
+        }
     except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedCheckpointError(f"{folder} cannot be read: {error}") from error
 
@@ -263,6 +266,10 @@ def _find_parts(files: Iterable[Path]) -> dict[str, list[_StoredPart]]:
             offsets = tuple(sharding[name][OFFSETS]) if sharding else (0,) * len(stored.shape)
             parts.setdefault(name, []).append(_StoredPart(stored, offsets))
     return parts
+
+
+def _ends(part: _StoredPart) -> tuple[int, ...]:
+    return tuple(offset + size for offset, size in zip(part.offsets, part.stored.shape, strict=True))
 
 
 def _read_part(part: _StoredPart, shard: Shard) -> int:

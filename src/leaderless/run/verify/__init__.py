@@ -1,0 +1,1 @@
+"""Checks of a finished or stopped run by its proof: `leaderless verify`."""
