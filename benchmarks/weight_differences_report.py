@@ -74,6 +74,6 @@ def conditions(travels: Sequence[Travel]) -> str:
     one, numbers = travels[0], sorted({len(x.changed) for x in travels})
     fewer = [fmean(x.whole.num_bytes) / fmean(x.difference.num_bytes) for x in travels]
     return (
-        f"{' or '.join(map(str, numbers))} updates, between two hosts with {one.mbit_per_s:g} Mbit/s on 2 cores. Differences have "
-        f"{' and '.join(f'{times:.0f}' for times in fewer)} times fewer bytes."
+        f"{' or '.join(map(str, numbers))} updates, between two hosts with {one.mbit_per_s:g} Mbit/s on 2 cores. "
+        f"Differences have {' and '.join(f'{times:.0f}' for times in fewer)} times fewer bytes."
     )
