@@ -15,7 +15,7 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.distributed.errors import MemoryExhausted, is_out_of_memory
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.uploads import one_copy, placed
-from leaderless.planner.memory.limits import COPIED_TOKENS, CPU_PASS_TOKENS
+from leaderless.planner.memory.limits import CPU_PASS_TOKENS
 from leaderless.training.micro_batches import MicroBatch, longest_sample, make_micro_batches, response_lengths
 
 
@@ -114,8 +114,8 @@ class BoundedPasses:
         """Cut a batch for the memory bound; a plain module on a CPU gets passes of a limited size."""
         enough_tokens = CPU_PASS_TOKENS if self.device.type == "cpu" and self.is_plain else None
         bound = self.micro_batch_tokens * self.num_parts
-        copied = None if self.device.type == "cpu" else COPIED_TOKENS * bound
-        return make_micro_batches(batch, bound, self._process_group, enough_tokens, copied)
+        has_copies = self.device.type != "cpu"
+        return make_micro_batches(batch, bound, self._process_group, enough_tokens, has_copies=has_copies)
 
     @torch.no_grad()
     def scores(self, batch: Batch, score: Callable[[MicroBatch], Tensor], shape: Sequence[int] = ()) -> Jagged:

@@ -136,7 +136,8 @@ def make_micro_batches(
     max_tokens: int,
     process_group: ProcessGroup,
     enough_tokens: int | None = None,
-    most_copied: int | None = None,
+    *,
+    has_copies: bool = False,
 ) -> list[MicroBatch]:
     """Cut a batch into micro-batches of bounded size, the same number on every rank.
 
@@ -145,12 +146,12 @@ def make_micro_batches(
     part in the same number of passes.
 
     A micro-batch has at most `max_tokens`, or a single sample that is longer; samples with the column `sides` are never
-    separated from the others of their prompt. Samples of several prompts are put
-    together only up to `enough_tokens`. Where attention copies what samples share, those of a prompt share at most
-    `most_copied` tokens behind it.
+    separated from the others of their prompt. Samples of several prompts are put together only up to `enough_tokens`.
+    Where attention copies what samples share behind their prompt, each copy counts, so that a pass takes no more memory
+    than without sharing.
     """
     samples = _Samples.of(batch)
-    packs = _fill(_families(samples, max_tokens, most_copied), min(max_tokens, enough_tokens or max_tokens))
+    packs = _fill(_families(samples, max_tokens, has_copies=has_copies), min(max_tokens, enough_tokens or max_tokens))
     count = int(process_group.max(torch.tensor([len(packs)]), "the number of micro-batches"))
     return [_pack(samples, families) for families in packs] + [MicroBatch.empty()] * (count - len(packs))
 
@@ -255,30 +256,26 @@ class _Siblings:
         rows: The rows.
         shared: Tokens behind the prompt that each has in common with the one before it.
         num_tokens: Tokens that they take together.
-        num_copied: Sum of `shared`.
         common: Tokens behind the prompt that the next row has in common with them.
     """
 
     rows: list[int]
     shared: list[int]
     num_tokens: int
-    num_copied: int = 0
     common: int = 0
 
     def add(self, row: int, inputs: int) -> None:
         """Take one more row, of so many tokens behind the prompt."""
         self.rows.append(row)
         self.shared.append(self.common)
-        self.num_tokens += inputs - self.common
-        self.num_copied += self.common
         self.common = inputs
 
 
-def _families(samples: _Samples, max_tokens: int, most_copied: int | None = None) -> list[_Siblings]:
+def _families(samples: _Samples, max_tokens: int, *, has_copies: bool = False) -> list[_Siblings]:
     """Siblings together, the longest first; in several parts where they do not fit into one micro-batch."""
     order = torch.argsort(samples.prompt_of_row, stable=True)
     prompts, counts = torch.unique_consecutive(samples.prompt_of_row[order], return_counts=True)
-    lengths, families = samples.inputs.tolist(), list[_Siblings]()
+    lengths, families, is_once = samples.inputs.tolist(), list[_Siblings](), not has_copies
     for before, rows in zip(
         samples.prompts.lengths[prompts].tolist(), torch.split(order, counts.tolist()), strict=True
     ):
@@ -287,13 +284,12 @@ def _families(samples: _Samples, max_tokens: int, most_copied: int | None = None
             row, inputs = numbers[place], lengths[numbers[place]]
             for one in own:
                 one.common = min(one.common, shared)
-            fitting = own
-            if not samples.are_together:
-                fitting = [one for one in own if one.num_tokens + inputs - one.common <= max_tokens]
-                fitting = [one for one in fitting if most_copied is None or one.num_copied + one.common <= most_copied]
+            all_fit, room = samples.are_together, max_tokens - inputs
+            fitting = [one for one in own if all_fit or one.num_tokens - is_once * one.common <= room]
             best = max(fitting, key=attrgetter("common"), default=None)
             if best is None:
                 own.append(best := _Siblings([], [], before))
+            best.num_tokens += inputs - is_once * best.common
             best.add(row, inputs)
         families += own
     return families

@@ -104,7 +104,7 @@ class Chain:
         self.generation: Generation | None = None
         self.gate = UpdateGate()
         loop = parts.plan.loop_of(self._rank)
-        self.proof = None if loop.lag or loop.is_continuous else StepProof(parts.plan, loop, parts.roles.trained())
+        self.proof = None if loop.lag else StepProof(parts.plan, loop, parts.roles.trained())
 
     @property
     def states(self) -> Mapping[State, float]:

@@ -125,6 +125,7 @@ def test_an_iteration_begins_when_there_is_room_for_what_it_sends() -> None:
         "_arrivals": (),
         "_walk": lambda _: order.append("entries"),
         "events": [],
+        "proof": None,
         "generation": None,
         "buffer": SimpleNamespace(clear=lambda: None),
         "channels": SimpleNamespace(make_room=lambda: order.append("room")),

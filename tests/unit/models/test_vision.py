@@ -28,7 +28,7 @@ from leaderless.distributed.transport import ProcessGroup
 from leaderless.distributed.weights.stream import WeightStream
 from leaderless.models.attention.form import AttentionForm
 from leaderless.models.attention.shared_prompts import Family as Rows
-from leaderless.models.attention.shared_prompts import PrefixAttention, attention_over
+from leaderless.models.attention.shared_prompts import PrefixAttention, attention_over, sequences_of
 from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
 from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.models.vision import image_readers
@@ -517,6 +517,27 @@ def test_paligemma_2_is_refused(tmp_path: Path) -> None:
         file.write_text(json.dumps(about))
         with pytest.raises(RecipeError, match=f"models of type paligemma with {text} are not supported, only gemma"):
             load_causal_lm(ModelConfig(path=str(tmp_path / "two")), "policy")
+
+
+def test_positions_in_a_tree_are_those_of_each_sequence_alone() -> None:
+    """An image moves what continues the part that it is in, and nothing else."""
+    families = [Rows(5, (9, 4, 6, 7, 8), (-1, 0, 0, 2, -1)), Rows(4, (5,))]
+    places = [1, 7, 20, 25, 33, 40]  # in the prompt, in parts that are continued, in ends, and in another family
+    images = [
+        PromptImage(place, rows, columns, b"")
+        for place, (rows, columns) in zip(places, [(1, 2), (2, 2), (1, 3)] * 2, strict=True)
+    ]
+    sequences = [*sequences_of(families)]
+    positions = torch.zeros(sum(one.num_tokens for one in families), dtype=torch.int64)
+    for sequence in sequences:
+        positions[sequence] = torch.arange(len(sequence))
+    found = grid_positions(positions, families, images)
+    for sequence in sequences:
+        at = {place: number for number, place in enumerate(sequence.tolist())}
+        own = [image._replace(place=at[image.place]) for image in images if image.place in at]
+        assert len(own) > 1 or len(sequence) < 10
+        alone = grid_positions(torch.arange(len(sequence)), [Rows(len(sequence), ())], own)
+        assert torch.equal(found[:, sequence], alone)
 
 
 @pytest.mark.parametrize("is_tree", [False, True])

@@ -93,9 +93,9 @@ def model_on_meta(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> C
 
 
 def groups(num_prompts: int, prompt: int, response: int) -> Batch:
-    """Prompts with responses of equal length."""
+    """Prompts with responses of equal length, which begin with other tokens."""
     rows = num_prompts * SIBLINGS
-    lengths, tokens = torch.full((rows,), response), torch.ones(rows * response, dtype=torch.int64)
+    lengths, tokens = torch.full((rows,), response), (1 + torch.arange(rows)).repeat_interleave(response)
     prompts = Jagged.from_lists([[number] * prompt for number in range(num_prompts)], torch.int64, "prompt_tokens")
     columns = {"tokens": Jagged(tokens, lengths, "tokens"), "response_mask": Jagged(tokens > 0, lengths, "tokens")}
     table = Batch(torch.arange(num_prompts), {"prompt_tokens": prompts})
@@ -193,7 +193,7 @@ def test_a_pass_takes_what_the_plan_says(
     own = ("activations", "copies for attention", "gradients of attention", "logits", "gradient of the head")
     assert 0.97 * found < sum(parts.get(name, 0) for name in own) < 1.15 * found, parts
     if config.compute_dtype == "bfloat16" and not config.gradient_checkpointing:
-        laid_out = sum(len(block.before) for block in blocks_of(micro_batch.families))
+        laid_out = sum(block.position for block in blocks_of(micro_batch.families))
         assert parts["copies for attention"] == laid_out * 2 * 2 * 128 * 2 * layers
 
 

@@ -57,18 +57,20 @@ def grid_positions(positions: Tensor, families: Sequence[Family], images: Sequen
     Args:
         positions: [T] int64, place of each token in its sample.
         families: Prompts and their continuations, of which the pass consists.
-        images: Images with the places of their tokens in the pass, in order. One of a prompt moves the positions of
-            what follows in all of its continuations, and one of a continuation moves them in this continuation alone.
+        images: Images with the places of their tokens in the pass, in order. Each moves the positions of what follows
+            in the prompt or the continuation that it is in, and in all that continues this.
     """
     result = torch.stack([positions] * 3)
     begin, waiting = 0, list(images)
     for family in families:
         ends = [*accumulate(family.continuations, initial=begin + family.prompt)]
-        end = ends[-1]
+        end, reached = ends[-1], [*ends]  # reached: where what continues each part ends
+        for part, parent in reversed([*enumerate(family.parents or (-1,) * len(family.continuations), start=1)]):
+            reached[parent + 1] = max(reached[parent + 1], reached[part])
         while waiting and waiting[0].place < end:
             image = waiting.pop(0)
             first, after = image.place, image.place + image.num_tokens
-            last = end if first < ends[0] else next(one for one in ends if first < one)
+            last = next(stop for stop, one in zip(reached, ends, strict=True) if first < one)
             start = int(result[0, first])
             result[:, first:after] = start
             result[1, first:after] += torch.arange(image.rows).repeat_interleave(image.columns)

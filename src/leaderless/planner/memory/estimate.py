@@ -14,7 +14,6 @@ from leaderless.planner.layout import all_ranks
 from leaderless.planner.memory.decoder_size import ModelSize
 from leaderless.planner.memory.engine import EngineMemory
 from leaderless.planner.memory.limits import (
-    COPIED_TOKENS,
     CPU_MAX_LOGITS,
     CPU_PASS_TOKENS,
     DEVICE_WEIGHT_BUCKET_BYTES,
@@ -461,7 +460,6 @@ class LanguageRank(RankMemory[ModelMemory]):
         families = min(own_prompts, max(1, tokens // family))
         sequences, longest = families * (1 + siblings), data.max_prompt_tokens + response - 1
         copies = families * siblings * data.max_prompt_tokens * (siblings > 1)
-        copies += COPIED_TOKENS * tokens * (self.recipe.environment is not None)  # of branches and agents
         if model.part.indexer is None and (self.is_cpu or model.instance.layout.cp > 1):
             return PassMemory(tokens, number, states=sequences)
         return PassMemory(tokens, number, copies, sequences, longest, sequences)

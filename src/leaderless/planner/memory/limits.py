@@ -14,9 +14,6 @@ MAX_WORDS = 1 << 20
 CPU_PASS_TOKENS = 2048
 """Tokens up to which samples of several prompts share a pass on a CPU that gathers nothing: it is faster with passes
 whose activations stay near its caches."""
-COPIED_TOKENS = 3
-"""Most tokens that attention copies on an accelerator because samples share them behind their prompt, for each token
-that a pass may have."""
 READ_BYTES = 64 * MIB
 """Bytes of a model's files that are read at a time."""
 WEIGHT_BUCKET_BYTES, DEVICE_WEIGHT_BUCKET_BYTES = 32 * MIB, 256 * MIB

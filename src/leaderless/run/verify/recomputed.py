@@ -29,6 +29,8 @@ from leaderless.worker.checkpoint.export import export_model
 from leaderless.worker.checkpoint.reader import read_role_state
 
 TEXTS, REWARDS, ADVANTAGES, LOG_PROBS = "texts", "rewards", "advantages", "log-probs"
+_KNOWS_TEXTS = {"text": True}
+"""Products whose recorded samples are all that the policy was asked and has answered."""
 
 
 def recompute(
@@ -48,7 +50,8 @@ def recompute(
     chance = random.Random(seed)  # noqa: S311 - known to all who check the run
     chosen = sorted(chance.sample(range(len(samples)), min(num_rows, len(samples))))
     some = [samples[place] for place in chosen]
-    if recipe.product == "text":
+    knows_texts = _KNOWS_TEXTS.get(recipe.product, False)
+    if knows_texts:
         yield _check_texts(directory, recipe, some)
         yield _check_rewards(recipe, some)
     else:
@@ -191,7 +194,8 @@ def _check_log_probs(
     def left(why: str) -> ProofFinding:
         return ProofFinding(LOG_PROBS, "not checked", why)
 
-    if recipe.product != "text" or recipe.samples_truncated:
+    knows_texts = _KNOWS_TEXTS.get(recipe.product, False)
+    if not knows_texts or recipe.samples_truncated:
         return left("only of texts whose tokens were drawn from all words")
     roles = [role for line in lines for role in line.weights]
     versions = {line.step: line.versions[0] for line in lines if line.versions and line.versions[0] == line.versions[1]}
