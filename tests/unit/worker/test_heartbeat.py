@@ -188,3 +188,26 @@ def test_a_beat_costs_next_to_nothing() -> None:
     for _ in range(count):
         activity.beat()
     assert (time.perf_counter() - begin) / count < 20e-6, "seconds; a decoding step takes a hundred times as long"
+
+
+def test_a_folder_that_another_rank_removes_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its own two steps, each of two ranks may find the folder there, and then gone."""
+    transport = SimpleNamespace(rank=0, world=SimpleNamespace(ranks=(0,)), store=lambda: None)
+    path, made = tmp_path / "errors/stacks", list[Path]()
+    mkdir = Path.mkdir
+
+    def removed(self: Path, mode: int = 0o777, *, parents: bool = False, exist_ok: bool = False) -> None:
+        mkdir(self, mode, parents, exist_ok)
+        made.append(self)
+        if len(made) == 1:
+            self.rmdir()
+        if len(made) == 2:
+            raise FileExistsError(str(self))
+
+    monkeypatch.setattr(Path, "mkdir", removed)
+    with Watchdog(Activity(), transport, TIMEOUT_S, path, print):  # type: ignore[arg-type]
+        assert path.exists()
+    assert len(made) == 3
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
+    with pytest.raises(FileNotFoundError), Watchdog(Activity(), transport, TIMEOUT_S, path, print):  # type: ignore[arg-type]
+        pass

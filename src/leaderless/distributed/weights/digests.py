@@ -52,7 +52,7 @@ class _Together(NamedTuple):
     Attributes:
         parts: Elements of each part as integers.
         bits: Room for all of them, one after the other.
-        words: The same as int64.
+        words: Room for the same as int64.
         multipliers: Number by which each is multiplied.
     """
 

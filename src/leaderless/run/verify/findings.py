@@ -17,7 +17,7 @@ class ProofFinding:
     Attributes:
         check: Name of the check, the same in all runs.
         status: Whether it holds; `not checked` where it could not be, and the detail says why.
-        detail: What was compared, or what does not hold, in one line.
+        detail: Text that says what was compared, or what does not hold, in one line.
         line: Number of the line of `proof.jsonl` that does not hold, from 1; None where no single one is known.
         step: Step that does not hold.
         rank: Rank that has written what does not hold, where that is known.

@@ -33,7 +33,7 @@ class ProofLine:
         weights: Digests of the weights of each role before and after the step.
         versions: Oldest and newest policy version of the tokens that were trained on, if they have one.
         checkpoints: Hash of the manifest of each checkpoint that it names.
-        left: The same of checkpoints of steps that were done again, from an earlier checkpoint.
+        left: Hash of the manifest of each checkpoint whose step was done again, from an earlier one.
     """
 
     number: int

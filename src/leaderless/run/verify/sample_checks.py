@@ -26,7 +26,7 @@ class RecordedSample:
     Attributes:
         step: Step that it belongs to.
         rank: Rank that has written it.
-        record: What is recorded of it, for people.
+        record: Record of it for people.
         row: Its row, byte by byte; None where there was no room for it.
     """
 

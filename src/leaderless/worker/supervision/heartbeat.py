@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self
+from typing import Self, TextIO
 
 from leaderless.distributed.activity import Activity
 from leaderless.distributed.transport import Transport
@@ -28,6 +28,8 @@ ANSWER_S = 3.0
 """Time to answer a roll call, in addition to two ticks."""
 LAST_WORDS_S = 1.0
 """Time for other ranks to write their reports before the first process ends, which ends them too."""
+OPENINGS = 10
+"""Times that a file is opened in a folder that may be removed."""
 POLL_S = 0.1
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PACKAGE = str(Path(__file__).parents[2])
@@ -106,9 +108,8 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         # Opened now, as the backstop below writes it without the help of the interpreter.
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = self._opened()
         self._store = self._transport.store()
         self._activity.beat()
         self._thread.start()
@@ -123,6 +124,18 @@ class Watchdog:
             self._path.unlink()
             with suppress(OSError):  # other ranks may still write there
                 self._path.parent.rmdir()
+
+    def _opened(self) -> TextIO:
+        """The file, in a folder that a rank which ends removes if it is empty, perhaps just now."""
+        num_left = OPENINGS
+        while True:
+            num_left -= 1
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                return self._path.open("a", encoding="utf-8")
+            except (FileExistsError, FileNotFoundError):
+                if not num_left:
+                    raise
 
     def status(self) -> Status:
         """Describe what this rank is doing."""
