@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Mapping
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
@@ -17,8 +14,8 @@ from random import Random
 from typing import Any
 
 import pytest
+from tests.by_address import trained
 from tests.openenv_worlds import RECORD, SESSIONS, said_by, served
-from tests.tiny import tiny_model, write_recipe
 from tests.unit.environments.scripted import ScriptedEngine, play
 from tests.unit.environments.test_play import Tokenizer
 from tests.unit.environments.test_tool_episodes import call, played
@@ -175,21 +172,9 @@ def test_a_server_of_another_protocol_is_refused_before_a_run() -> None:
         server.server_close()
 
 
-def trained(folder: Path, url: str, **changes: Any) -> tuple[list[Mapping[str, float]], str]:
-    """The metrics of the steps of a run that plays by address, and what it has printed."""
-    environment = {"type": "openenv", "options": {"url": url}, "max_turns": 4, "max_episode_tokens": 64}
-    settings = {"environment": environment, "reward": {}, "batch.micro_batch_tokens": 256} | changes
-    recipe = write_recipe(folder, tiny_model(num_layers=1), settings)
-    command = [sys.executable, "-m", "leaderless", "train", str(recipe)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
-    file = folder / "runs/tiny/metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [line for line in lines if line.get("step")], done.stdout + done.stderr
-
-
 def test_a_recipe_trains_by_address(tmp_path: Path) -> None:
     with served("letters", 16) as url:
-        steps, printed = trained(tmp_path, url, **{"steps": 20, "optimizer.learning_rate": 1e-2})
+        steps, printed = trained(tmp_path, "openenv", url, **{"steps": 20, "optimizer.learning_rate": 1e-2})
     assert len(steps) == 20, printed[-3000:]
     assert all(step["episode/failed"] == 0 and step["episode/turns"] == 2 for step in steps)
     means = [step["reward/mean"] for step in steps]
@@ -198,6 +183,6 @@ def test_a_recipe_trains_by_address(tmp_path: Path) -> None:
 
 
 def test_a_recipe_without_its_server_is_refused(tmp_path: Path) -> None:
-    steps, printed = trained(tmp_path, "http://127.0.0.1:1")
+    steps, printed = trained(tmp_path, "openenv", "http://127.0.0.1:1")
     assert steps == []
     assert "cannot be reached: [Errno 111] Connection refused; start it, or" in " ".join(printed.split())

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiny import tiny_model, write_recipe
+from tests.by_address import trained
 from tests.unit.environments.led import END, Speaker, lead
 
 from leaderless.config import RecipeError
@@ -349,24 +349,17 @@ def test_an_answer_in_another_form_is_of_another_protocol() -> None:
     assert "that this client understands: its answer cannot be read (" in episode.error
 
 
-def trained(folder: Path, url: str, **changes: Any) -> tuple[list[Mapping[str, float]], str]:
-    """The metrics of the steps of a run that plays by address, and what it has printed."""
+def tasks_in(folder: Path) -> dict[str, str]:
+    """Settings of data whose rows are written into a folder."""
     rows = [row | {"answer": ""} for row in rows_of(settings("letters"), 192)[::3]]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"path": str(folder / "tasks.jsonl"), "prompt": "question", "answer": "answer", "template": "plain"}
-    environment = {"type": "verifiers", "options": {"url": url}, "max_turns": 4, "max_episode_tokens": 64}
-    more = {"environment": environment, "reward": {}, "batch.micro_batch_tokens": 256, "data.train": data} | changes
-    recipe = write_recipe(folder, tiny_model(num_layers=1), more)
-    command = [sys.executable, "-m", "leaderless", "train", str(recipe)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
-    file = folder / "runs/tiny/metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [line for line in lines if line.get("step")], done.stdout + done.stderr
+    return {"path": str(folder / "tasks.jsonl"), "prompt": "question", "answer": "answer", "template": "plain"}
 
 
 def test_a_recipe_trains_by_address(tmp_path: Path) -> None:
     with served(settings("letters", inside(2))) as url:
-        steps, printed = trained(tmp_path, url, **{"steps": 20, "optimizer.learning_rate": 1e-2})
+        changes = {"steps": 20, "optimizer.learning_rate": 1e-2, "data.train": tasks_in(tmp_path)}
+        steps, printed = trained(tmp_path, "verifiers", url, **changes)
     assert len(steps) == 20, printed[-3000:]
     assert all(step["episode/failed"] == 0 and step["episode/turns"] == 2 for step in steps)
     means = [step["reward/mean"] for step in steps]
@@ -375,6 +368,8 @@ def test_a_recipe_trains_by_address(tmp_path: Path) -> None:
 
 
 def test_a_recipe_without_its_server_is_refused(tmp_path: Path) -> None:
-    steps, printed = trained(tmp_path, f"tcp://127.0.0.1:{free_port()}")
+    steps, printed = trained(
+        tmp_path, "verifiers", f"tcp://127.0.0.1:{free_port()}", **{"data.train": tasks_in(tmp_path)}
+    )
     assert steps == []
     assert "cannot be reached: [Errno 111] Connection refused; start it, or" in " ".join(printed.split())

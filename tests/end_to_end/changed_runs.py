@@ -8,6 +8,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -303,21 +304,15 @@ def forge_reward(samples: list[Line]) -> None:
         detail["value"] = sample["reward"]
 
 
-def forge_sum(samples: list[Line]) -> None:
+def forge_number(samples: list[Line], name: str, column: str, by: float) -> None:
     for sample in samples:
-        sample["reward"] += 1.0
-        set_number(sample, "rewards", sample["reward"])
+        sample[name] += by
+        set_number(sample, column, sample[name])
 
 
 def forge_response(samples: list[Line]) -> None:
     for sample in samples:
         sample["response"] += " "
-
-
-def forge_advantages(samples: list[Line]) -> None:
-    for sample in samples:
-        sample["advantage"] += 0.25
-        set_number(sample, "advantages", sample["advantage"])
 
 
 def forge_log_probs(samples: list[Line]) -> None:
@@ -327,9 +322,9 @@ def forge_log_probs(samples: list[Line]) -> None:
 
 FORGED: Mapping[str, tuple[Callable[[list[Line]], object], str]] = {
     "a reward": (forge_reward, "rewards"),
-    "the sum of rewards": (forge_sum, "rewards"),
+    "the sum of rewards": (partial(forge_number, name="reward", column="rewards", by=1.0), "rewards"),
     "a response": (forge_response, "texts"),
-    "an advantage": (forge_advantages, "advantages"),
+    "an advantage": (partial(forge_number, name="advantage", column="advantages", by=0.25), "advantages"),
     "a log-prob": (forge_log_probs, "log-probs"),
 }
 """Numbers that a run could have written wrong from the beginning, and the check that computes them again."""

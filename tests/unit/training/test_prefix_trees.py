@@ -271,12 +271,8 @@ def test_images_are_shared_only_with_the_same_ones() -> None:
     }
     (piece,) = make_micro_batches(Batch(torch.arange(3), columns, prompts, torch.zeros(3).long()), 100, ALONE)
     assert piece.families == [Family(2, (2, 4, 4), (-1, 0, 0))]
-    assert piece.images == (image, replace_place(other, 8))
+    assert piece.images == (image, other._replace(place=8))
     assert piece.select.tolist() == [5, 6, 7, 5, 6, 7, 9, 10, 11]
-
-
-def replace_place(image: PromptImage, place: int) -> PromptImage:
-    return image._replace(place=place)
 
 
 def test_experts_are_those_of_the_first_row_that_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from leaderless.algorithms.advantage import Advantage
 from leaderless.config import Recipe
@@ -28,7 +28,9 @@ class GroupMember(NamedTuple):
     length: int
 
 
-Formula = Callable[[Sequence[GroupMember], Advantage], list[float]]
+Settings = Mapping[str, Any]
+"""Settings of an advantage, by name."""
+Formula = Callable[[Sequence[GroupMember], Settings], list[float]]
 """Function from a group of at least two rewards that are not all the same to its advantages."""
 
 
@@ -36,32 +38,32 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _grpo(group: Sequence[GroupMember], settings: Advantage) -> list[float]:
+def _grpo(group: Sequence[GroupMember], settings: Settings) -> list[float]:
     """(r - mean) / (std + epsilon) with the sample's deviation, or r - mean. DeepSeekMath, arXiv 2402.03300, 4.1.2."""
     rewards = [one.reward for one in group]
     mean = _mean(rewards)
-    if not getattr(settings, "normalize_by_std"):  # noqa: B009 - the class of another type has no such setting
+    if not settings["normalize_by_std"]:
         return [reward - mean for reward in rewards]
     variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
-    return [(reward - mean) / (math.sqrt(variance) + float(getattr(settings, "epsilon"))) for reward in rewards]  # noqa: B009
+    return [(reward - mean) / (math.sqrt(variance) + settings["epsilon"]) for reward in rewards]
 
 
-def _rloo(group: Sequence[GroupMember], settings: Advantage) -> list[float]:  # noqa: ARG001
+def _rloo(group: Sequence[GroupMember], settings: Settings) -> list[float]:  # noqa: ARG001
     """Each reward minus the mean of the others. RLOO, arXiv 2402.14740."""
     rewards = [one.reward for one in group]
     return [own - _mean([*rewards[:place], *rewards[place + 1 :]]) for place, own in enumerate(rewards)]
 
 
-def _opo(group: Sequence[GroupMember], settings: Advantage) -> list[float]:  # noqa: ARG001
+def _opo(group: Sequence[GroupMember], settings: Settings) -> list[float]:  # noqa: ARG001
     """Each reward minus the mean in which long responses weigh more. OPO, arXiv 2505.23585."""
     tokens = sum(one.length for one in group)
     baseline = math.fsum(one.length * one.reward for one in group) / max(1, tokens)
     return [one.reward - baseline for one in group]
 
 
-def _maxrl(group: Sequence[GroupMember], settings: Advantage) -> list[float]:
+def _maxrl(group: Sequence[GroupMember], settings: Settings) -> list[float]:
     """(c - p) / p, with p the share of correct responses. MaxRL, arXiv 2602.02710."""
-    correct = [float(one.reward >= float(getattr(settings, "correct_at"))) for one in group]  # noqa: B009
+    correct = [float(one.reward >= settings["correct_at"]) for one in group]
     share = _mean(correct)
     return [(one - share) / share if 0 < share < 1 else 0.0 for one in correct]
 
@@ -84,4 +86,4 @@ def group_advantages(group: Sequence[GroupMember], settings: Advantage) -> list[
     """The advantages of a group; 0 where fewer than two rewards are known, or all are the same."""
     if len({one.reward for one in group}) < 2:
         return [0.0] * len(group)
-    return FORMULAS[settings.type](group, settings)
+    return FORMULAS[settings.type](group, settings.model_dump())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -29,8 +29,8 @@ from leaderless.worker.checkpoint.export import export_model
 from leaderless.worker.checkpoint.reader import read_role_state
 
 TEXTS, REWARDS, ADVANTAGES, LOG_PROBS = "texts", "rewards", "advantages", "log-probs"
-_KNOWS_TEXTS = {"text": True}
-"""Products whose recorded samples are all that the policy was asked and has answered."""
+_OF_PRODUCTS: Mapping[str, Collection[str]] = {"text": (TEXTS, REWARDS, ADVANTAGES, LOG_PROBS)}
+"""What is computed again by the product of a run: all where samples hold what the policy was asked and has answered."""
 
 
 def recompute(
@@ -50,15 +50,15 @@ def recompute(
     chance = random.Random(seed)  # noqa: S311 - known to all who check the run
     chosen = sorted(chance.sample(range(len(samples)), min(num_rows, len(samples))))
     some = [samples[place] for place in chosen]
-    knows_texts = _KNOWS_TEXTS.get(recipe.product, False)
-    if knows_texts:
-        yield _check_texts(directory, recipe, some)
-        yield _check_rewards(recipe, some)
-    else:
-        why = f"only of runs without environments and bodies: this is one of {recipe.product}"
-        yield from (ProofFinding(name, "not checked", why) for name in (TEXTS, REWARDS))
-    yield _check_advantages(recipe, samples, some)
-    yield _check_log_probs(directory, recipe, lines, some, samples)
+    checks: Mapping[str, Callable[[], ProofFinding]] = {
+        TEXTS: lambda: _check_texts(directory, recipe, some),
+        REWARDS: lambda: _check_rewards(recipe, some),
+        ADVANTAGES: lambda: _check_advantages(recipe, samples, some),
+        LOG_PROBS: lambda: _check_log_probs(directory, recipe, lines, some, samples),
+    }
+    known = _OF_PRODUCTS.get(recipe.product, (ADVANTAGES,))
+    why = f"only of runs without environments and bodies: this is one of {recipe.product}"
+    yield from (check() if name in known else ProofFinding(name, "not checked", why) for name, check in checks.items())
 
 
 def _fails(check: str, sample: RecordedSample, detail: str) -> ProofFinding:
@@ -194,8 +194,7 @@ def _check_log_probs(
     def left(why: str) -> ProofFinding:
         return ProofFinding(LOG_PROBS, "not checked", why)
 
-    knows_texts = _KNOWS_TEXTS.get(recipe.product, False)
-    if not knows_texts or recipe.samples_truncated:
+    if recipe.samples_truncated:
         return left("only of texts whose tokens were drawn from all words")
     roles = [role for line in lines for role in line.weights]
     versions = {line.step: line.versions[0] for line in lines if line.versions and line.versions[0] == line.versions[1]}

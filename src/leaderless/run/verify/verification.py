@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from leaderless.config import RecipeError
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.run.verify.findings import ProofFinding
 from leaderless.run.verify.folder_checks import check_checkpoints, check_metrics, check_source, check_texts
-from leaderless.run.verify.proof_lines import check_chain, read_proof
+from leaderless.run.verify.proof_lines import ProofLine, check_chain, read_proof
 from leaderless.run.verify.recomputed import recompute
 from leaderless.run.verify.sample_checks import check_samples
 
@@ -51,11 +51,12 @@ def verify_run(folder: Path, options: VerifyOptions) -> list[ProofFinding]:
     steps = {line.step for line in lines}
     if options.step is not None and options.step not in steps and not unreadable:
         raise RecipeError.at("--step", f"is {options.step}, but the proof has steps {min(steps)} to {max(steps)}")
-    return list(_findings(directory, options))
+    return list(_findings(directory, options, lines, unreadable))
 
 
-def _findings(directory: RunDirectory, options: VerifyOptions) -> Iterator[ProofFinding]:
-    lines, unreadable = read_proof(directory)
+def _findings(
+    directory: RunDirectory, options: VerifyOptions, lines: Sequence[ProofLine], unreadable: Sequence[ProofFinding]
+) -> Iterator[ProofFinding]:
     yield from unreadable
     if not lines:
         return
